@@ -1,0 +1,48 @@
+# make dig    from a fresh clone to the ladder of attention generations, with or without a GPU
+# make test   the whole CPU suite, with the newest and with the oldest supported Triton
+# make check  ruff, ruff format and mypy
+# TORCH names the torch to install: on a machine without a GPU, a CPU build saves gigabytes.
+
+PYTHON ?= python3
+TORCH ?= torch
+ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+OLDEST := $(VENV)/triton-3.6.0
+
+.PHONY: install dig test test-newest test-oldest check clean
+
+install: $(VENV)/.installed
+
+# torch's CUDA builds bring the Triton that they were built with; only where torch brought none is one pinned here.
+$(VENV)/.installed: pyproject.toml constraints/triton-newest.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q "$(TORCH)"
+	if $(BIN)/python -c "import triton" 2>/dev/null; \
+	then $(BIN)/python -m pip install -q -e ".[dev,real]"; \
+	else $(BIN)/python -m pip install -q -c constraints/triton-newest.txt -e ".[dev,real]"; fi
+	touch $@
+
+$(OLDEST)/.installed: constraints/triton-3.6.0.txt | $(VENV)/.installed
+	rm -rf $(OLDEST)
+	$(BIN)/python -m pip install -q --no-deps --target $(OLDEST) -r constraints/triton-3.6.0.txt
+	touch $@
+
+dig: install
+	$(BIN)/flashdig dig $(ARGS)
+
+test: test-newest test-oldest
+
+test-newest: install
+	$(BIN)/python -m pytest -q -n auto
+
+test-oldest: install $(OLDEST)/.installed
+	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest -q -n auto tests/interpreter tests/compile
+
+check: install
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

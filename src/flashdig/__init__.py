@@ -1,0 +1,5 @@
+"""flashdig: exact attention for PyTorch, and the instruments that explain it. Importing it loads neither Triton nor torch."""
+
+from flashdig._version import __version__
+
+__all__ = ["__version__"]

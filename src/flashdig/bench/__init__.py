@@ -1,0 +1,1 @@
+"""The harness: correct first, then timed, then recorded."""

@@ -1,0 +1,1 @@
+"""What is produced to look at: recordings, offline compilation, interpreter counts."""

@@ -1,0 +1,1 @@
+"""Facts about GPUs: devices and compute capabilities, with a source for each number."""

@@ -1,0 +1,1 @@
+"""What is read: profiler files from anywhere, without GPU and without torch."""
