@@ -1,4 +1,7 @@
-"""flashdig: exact attention for PyTorch, and the instruments that explain it. Importing it loads neither Triton nor torch."""
+"""Exact attention for PyTorch, and the instruments that explain it.
+
+Importing flashdig loads neither Triton nor torch.
+"""
 
 from flashdig._version import __version__
 

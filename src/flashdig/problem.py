@@ -1,7 +1,8 @@
 """AttentionProblem: one attention problem as plain numbers, without tensors, torch or a GPU.
 
-It is what the cost models predict, what `dispatch` chooses a backend for, and the key by which compiled things are kept.
-Masks are ranges of key positions per query row; every module takes them from here.
+It is what the cost models predict, what `dispatch` chooses a backend for, and the key by which
+compiled things are kept. Masks are ranges of key positions per query row; every module takes them
+from here.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ DTYPE_BYTES = {
 class Mask:
     """Which keys a query row may see by its position alone.
 
-    Row i sees key j when i + offset - left <= j <= i + offset + right (inclusive; None is unlimited), where offset is
-    seqlen_k - seqlen_q for "bottom-right" and 0 for "top-left". Causal attention is right = 0.
+    Row i sees key j when i + offset - left <= j <= i + offset + right (inclusive; None is
+    unlimited), where offset is seqlen_k - seqlen_q for "bottom-right" and 0 for "top-left". Causal
+    attention is right = 0.
     """
 
     window_left: int | None = None
@@ -92,9 +94,11 @@ class Mask:
             return seqlen_q * seqlen_k
         diagonal = self.offset(seqlen_q, seqlen_k)
         total = seqlen_q * seqlen_k
-        if self.window_right is not None:  # keys past the right edge: a triangle, clipped to the rectangle
+        if self.window_right is not None:
+            # keys past the right edge: a triangle, clipped to the rectangle
             total -= _pairs_beyond(seqlen_q, seqlen_k, diagonal + self.window_right)
-        if self.window_left is not None:  # keys before the left edge: the same triangle, mirrored in rows and keys
+        if self.window_left is not None:
+            # keys before the left edge: the same triangle, mirrored in rows and keys
             mirrored = seqlen_k - seqlen_q - diagonal + self.window_left
             total -= _pairs_beyond(seqlen_q, seqlen_k, mirrored)
         return total
@@ -112,7 +116,8 @@ def _window_side(side: int | None, window: object) -> int | None:
 
 def _pairs_beyond(rows: int, keys: int, last: int) -> int:
     """Pairs (i, j) of a rows x keys rectangle with j > i + last."""
-    # Row i hides clamp(keys - 1 - last - i, 0, keys) keys: a full stretch, then a falling one, then nothing.
+    # Row i hides clamp(keys - 1 - last - i, 0, keys) keys: a full stretch, then a falling one, then
+    # nothing.
     first_hidden = keys - 1 - last
     full = min(max(first_hidden - keys, 0), rows)
     end = min(max(first_hidden, 0), rows)
@@ -122,9 +127,11 @@ def _pairs_beyond(rows: int, keys: int, last: int) -> int:
 
 @dataclass(frozen=True)
 class AttentionProblem:
-    """Shapes, dtype and features of one attention problem; hashable, and equal when a kernel could be shared.
+    """Shapes, dtype and features of one attention problem; hashable, and equal when a kernel could
+    be shared.
 
-    Lengths are the dense ones, or for packed input (`packed=True`) the longest ones with `batch` sequences.
+    Lengths are the dense ones, or for packed input (`packed=True`) the longest ones with `batch`
+    sequences.
     """
 
     batch: int
@@ -157,7 +164,8 @@ class AttentionProblem:
             raise ValueError(f"num_heads_kv must be >= 1, got {self.num_heads_kv}")
         if self.num_heads_kv and self.num_heads % self.num_heads_kv:
             raise ValueError(
-                f"num_heads ({self.num_heads}) must be a multiple of num_heads_kv ({self.num_heads_kv})"
+                f"num_heads ({self.num_heads}) must be a multiple of "
+                f"num_heads_kv ({self.num_heads_kv})"
             )
 
     @classmethod
@@ -224,5 +232,6 @@ class AttentionProblem:
         head_dim = str(self.head_dim)
         if self.head_dim_v != self.head_dim:
             head_dim += f"/{self.head_dim_v}"
-        text = f"batch {self.batch}, heads {heads}, seqlen {seqlen}, head_dim {head_dim}, {self.dtype}"
+        text = f"batch {self.batch}, heads {heads}, seqlen {seqlen}, head_dim {head_dim}"
+        text += f", {self.dtype}"
         return text + (", causal" if self.causal else "")

@@ -1,6 +1,7 @@
 """The command `flashdig`: one thin module a sub-command, each with a function `command` for typer.
 
-Exit codes: 0 done, 1 a regression, a failed gate or a finding asked for, 2 usage, 3 unreadable input.
+Exit codes: 0 done, 1 a regression, a failed gate or a finding asked for, 2 usage, 3
+unreadable input.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import typer
 from flashdig._version import __version__
 from flashdig.cli.errors import CommandError
 
-# sub-command -> module; imported only when it is asked for, so that `flashdig predict` never waits for torch
+# sub-command -> module; imported only when it is asked for, so that `flashdig predict` never waits
+# for torch
 COMMANDS = {
     "dig": "flashdig.cli.dig",
 }

@@ -1,1 +1,1 @@
-"""Analytic cost models: what attention must cost, from shapes and hardware facts alone (no torch, no GPU)."""
+"""Cost models: what attention must cost, from shapes and hardware facts (no torch, no GPU)."""

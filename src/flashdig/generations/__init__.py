@@ -1,1 +1,1 @@
-"""The exhibits: every generation of attention as a small, frozen, runnable file, and the ladder that orders them."""
+"""The exhibits: each generation of attention as a small runnable file, and their ladder."""

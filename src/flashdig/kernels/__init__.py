@@ -1,1 +1,1 @@
-"""What users run: device code and its launchers, and the two plain-torch definitions of the semantics."""
+"""What users run: device code with its launchers, and the semantics in plain torch."""
