@@ -380,7 +380,7 @@ class Trace:
     def device_events(self) -> list[DeviceEvent]:
         """Kernels, copies and memsets in order of start time."""
         events: list[DeviceEvent] = [*self.kernels, *self.copies]
-        events.sort(key=lambda event: event.start_ns)
+        events.sort(key=lambda event: (event.start_ns, event.duration_ns))
         return events
 
     def device(self, index: int) -> DeviceProperties | None:
