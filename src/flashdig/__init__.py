@@ -1,8 +1,32 @@
 """Exact attention for PyTorch, and the instruments that explain it.
 
-Importing flashdig loads neither Triton nor torch.
+Importing flashdig loads neither Triton nor torch; the public names load what they need.
 """
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from flashdig._version import __version__
 
-__all__ = ["__version__"]
+if TYPE_CHECKING:
+    from flashdig.api import attention, merge_partials
+    from flashdig.problem import AttentionProblem, Mask
+
+_HOMES = {
+    "attention": "flashdig.api",
+    "merge_partials": "flashdig.api",
+    "AttentionProblem": "flashdig.problem",
+    "Mask": "flashdig.problem",
+}
+
+__all__ = ["AttentionProblem", "Mask", "__version__", "attention", "merge_partials"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'flashdig' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,118 @@
+"""Which backend serves a problem, and why the others do not: one table, asked by everyone.
+
+`backend="auto"` takes the first backend of the table without reasons against it; a backend asked
+for by name is obeyed, or refused with its reasons.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from flashdig.problem import AttentionProblem
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a call wants besides its problem, as far as it decides who can serve it."""
+
+    device_type: str
+    return_lse: bool = False
+    descale: bool = False
+    out_dtype: str | None = None
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A way to compute attention.
+
+    Attributes:
+        name: as typed in `backend=`.
+        summary: for people.
+        in_auto: taken by backend="auto" where it serves the problem.
+        reasons_against: (problem, request) -> why it cannot serve it; empty when it can.
+    """
+
+    name: str
+    summary: str
+    in_auto: bool
+    reasons_against: Callable[[AttentionProblem, Request], list[str]]
+
+
+def _fused_cpu(problem: AttentionProblem, request: Request) -> list[str]:
+    """torch's fused CPU attention: plain problems in which no key is hidden from all queries."""
+    reasons = []
+    if request.device_type != "cpu":
+        reasons.append(f"runs on the CPU, not on {request.device_type}")
+    if problem.dtype not in ("float32", "float16", "bfloat16"):
+        # for float64 it keeps its statistics in float32: gradients are off by 1e-8
+        reasons.append(f"exact for float32, float16 and bfloat16, not for {problem.dtype}")
+    if request.descale:
+        reasons.append("no descale factors")
+    if request.out_dtype not in (None, problem.dtype):
+        reasons.append(f"out_dtype is always the dtype of q, not {request.out_dtype}")
+    if request.return_lse:
+        reasons.append("its lse takes no gradient")
+    for name, asked in (
+        ("softcap", problem.softcap > 0.0),
+        ("dropout", problem.dropout),
+        ("ALiBi", problem.alibi != "none"),
+        ("bias", problem.bias != "none"),
+        ("sinks", problem.sinks),
+    ):
+        if asked:
+            reasons.append(f"no {name}")
+    if problem.group_size != 1:
+        reasons.append("heads must not share keys: gradients would add up in the input's dtype")
+    if problem.head_dim != problem.head_dim_v:
+        reasons.append("head_dim_v must equal head_dim")
+    mask = problem.mask
+    square = problem.seqlen_q == problem.seqlen_k
+    if not (mask.is_full or (mask.is_causal and mask.window_left is None and square)):
+        reasons.append("masks other than causal with equal lengths")
+    if 0 in (problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k):
+        reasons.append("zero-size dimensions")
+    if problem.head_dim_v == 0:
+        reasons.append("zero-size dimensions")
+    return reasons
+
+
+def _anything(problem: AttentionProblem, request: Request) -> list[str]:
+    return []
+
+
+BACKENDS = (
+    Backend("fused_cpu", "torch's fused CPU attention", True, _fused_cpu),
+    Backend("tiled", "tile by tile in plain torch, O(seqlen) memory, any device", True, _anything),
+    Backend(
+        "reference",
+        "written out in full, differentiable twice, O(seqlen^2) memory",
+        False,
+        _anything,
+    ),
+)
+
+
+def support(problem: AttentionProblem, request: Request) -> list[tuple[Backend, list[str]]]:
+    """Every backend in the order of preference, with the reasons against it (empty: it serves)."""
+    return [(backend, backend.reasons_against(problem, request)) for backend in BACKENDS]
+
+
+def choose(problem: AttentionProblem, request: Request, name: str = "auto") -> Backend:
+    """The backend that serves the call.
+
+    Raises ValueError for an unknown name, and for a backend asked for by name that cannot serve it.
+    """
+    if name == "auto":
+        for backend in BACKENDS:
+            if backend.in_auto and not backend.reasons_against(problem, request):
+                return backend
+        raise ValueError(f"no backend serves {problem.describe()} on {request.device_type}")
+    for backend in BACKENDS:
+        if backend.name == name:
+            reasons = backend.reasons_against(problem, request)
+            if reasons:
+                raise ValueError(f"backend {name!r} cannot serve this call: {'; '.join(reasons)}")
+            return backend
+    names = ", ".join(repr(backend.name) for backend in BACKENDS)
+    raise ValueError(f"backend must be 'auto' or one of {names}, got {name!r}")

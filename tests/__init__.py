@@ -1,0 +1,1 @@
+"""Tests; helpers that several of them share live beside this file."""
