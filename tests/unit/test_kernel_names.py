@@ -1,0 +1,493 @@
+"""Kernel names against decodings written by hand, and against any string at all."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flashdig.readers.kernel_names import KernelName, decode
+from flashdig.readers.kernel_names.mangled import readable
+from flashdig.readers.kernel_names.symbol import template_arguments
+
+DATA = Path(__file__).parent.parent / "data" / "kernel_names"
+RECORDED: list[str] = json.loads((DATA / "h200_recordings.json").read_text())
+PUBLIC: list[str] = [e["name"] for e in json.loads((DATA / "public.json").read_text())["names"]]
+ALL = RECORDED + PUBLIC
+# ranges that the profiler draws on the device's lane; they are in the list because torch's table
+# has them, and they are no kernels
+ANNOTATIONS = ("## Call CompiledFxGraph", "attn_fwd", "step")
+
+
+def find(beginning: str) -> KernelName:
+    """The decoding of the one name (or the first of several alike) that begins so."""
+    names = [name for name in ALL if name.startswith(beginning)]
+    assert names, beginning
+    return decode(names[0])
+
+
+# beginning of the name -> family, backend, role, pass, dtype, tile, head_dim, arch, tensor cores,
+# pipeline, causal
+ATTENTION = {
+    "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_": (
+        *("cudnn", "cudnn", "attention_forward", "forward", None),
+        *((64, 128, 64), 64, "sm90", True, "knob 7", None),
+    ),
+    "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26_": (
+        *("cudnn", "cudnn", "attention_backward", "backward", None),
+        *((64, 64, 64), 64, "sm90", True, "knob 26", None),
+    ),
+    "cudnn_generated_fort_native_sdpa_sm80_flash_fprop_wmma_f16_knob_6_": (
+        *("cudnn", "cudnn", "attention_forward", "forward", None),
+        *((128, 64, 64), 64, "sm80", True, "knob 6", None),
+    ),
+    "cudnn_generated_fort_native_sdpa_sm120_": (
+        *("cudnn", "cudnn", "attention_forward", "forward", None),
+        *((64, 64, 128), 128, "sm120", True, "knob 3", None),
+    ),
+    "void cudnn::fusion::compute_dot_do_o_specialized<true, 64>": (
+        *("cudnn", "cudnn", "attention_part", "backward", None),
+        *(None, 64, None, None, None, None),
+    ),
+    "void cudnn::fusion::convert_dq_to_16bits": (
+        *("cudnn", "cudnn", "attention_part", "backward", None),
+        *(None, None, None, None, None, None),
+    ),
+    "void cudnn::fusion::fmha_reduce_head": (
+        *("cudnn", "cudnn", "attention_part", "backward", None),
+        *(None, None, None, None, None, None),
+    ),
+    "fmha_cutlassF_bf16_aligned_64x64_rf_sm80(PyTorch": (
+        *("fmha_cutlass", "efficient", "attention_forward", "forward", "bfloat16"),
+        *((64, 64), 64, "sm80", True, "rf", None),
+    ),
+    "fmha_cutlassF_f32_aligned_64x64_rf_sm80(PyTorch": (
+        *("fmha_cutlass", "efficient", "attention_forward", "forward", "float32"),
+        *((64, 64), 64, "sm80", True, "rf", None),
+    ),
+    "fmha_cutlassF_bf16_aligned_64x128_rf_sm80": (
+        *("fmha_cutlass", "efficient", "attention_forward", "forward", "bfloat16"),
+        *((64, 128), 128, "sm80", True, "rf", None),
+    ),
+    "fmha_cutlassF_bf16_aligned_32x128_gmem_sm80": (
+        *("fmha_cutlass", "efficient", "attention_forward", "forward", "bfloat16"),
+        *((32, 128), None, "sm80", True, "gmem", None),
+    ),
+    "fmha_cutlassB_bf16_aligned_64x64_k64_seqaligned_sm80": (
+        *("fmha_cutlass", "efficient", "attention_backward", "backward", "bfloat16"),
+        *((64, 64), 64, "sm80", True, "seqaligned", None),
+    ),
+    "fmha_cutlassB_f16_aligned_64x64_k64_dropout_sm75": (
+        *("fmha_cutlass", "efficient", "attention_backward", "backward", "float16"),
+        *((64, 64), 64, "sm75", True, "dropout", None),
+    ),
+    "fmha_cutlassB_f16_aligned_k32_sm50": (
+        *("fmha_cutlass", "efficient", "attention_backward", "backward", "float16"),
+        *(None, 32, "sm50", False, None, None),
+    ),
+    "void pytorch_flash::flash_fwd_kernel<": (
+        *("flash_attention_2", "flash", "attention_forward", "forward", "bfloat16"),
+        *((128, 128), 64, None, True, "4 warps", True),
+    ),
+    "void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<": (
+        *("flash_attention_2", "flash", "attention_backward", "backward", "bfloat16"),
+        *((128, 128), 64, None, True, "8 warps", True),
+    ),
+    "void pytorch_flash::flash_bwd_dot_do_o_kernel<": (
+        *("flash_attention_2", "flash", "attention_part", "backward", "bfloat16"),
+        *((128, 128), 64, None, None, "8 warps", None),
+    ),
+    "void pytorch_flash::flash_bwd_convert_dq_kernel<": (
+        *("flash_attention_2", "flash", "attention_part", "backward", "bfloat16"),
+        *((128, 128), 64, None, None, "8 warps", None),
+    ),
+    "void flash::flash_fwd_kernel<": (
+        *("flash_attention_2", "flash_attention_2", "attention_forward", "forward", "bfloat16"),
+        *((128, 64), 128, None, True, "4 warps", True),
+    ),
+    "void flash_fwd_splitkv_kernel<": (
+        *("flash_attention_2", "flash_attention_2", "attention_forward", "forward", "float16"),
+        *((64, 128), 128, None, True, "4 warps", False),
+    ),
+    "void flash::flash_fwd_splitkv_combine_kernel<": (
+        *("flash_attention_2", "flash_attention_2", "attention_part", "forward", "bfloat16"),
+        *((64, 64), 256, None, None, "4 warps", None),
+    ),
+    "_Z16flash_fwd_kernelI23Flash_fwd_kernel_traits": (
+        *("flash_attention_2", "flash_attention_2", "attention_forward", "forward", "bfloat16"),
+        *((64, 64), 128, None, True, "4 warps", True),
+    ),
+    "_ZN5flash24flash_fwd_splitkv_kernelI": (
+        *("flash_attention_2", "flash_attention_2", "attention_forward", "forward", "float16"),
+        *((64, 256), 64, None, True, "4 warps", None),
+    ),
+    "void cutlass::device_kernel<flash::enable_sm90<flash::FlashAttnFwdSm90": (
+        *("flash_attention_3", "flash_attention_3", "attention_forward", "forward", "bfloat16"),
+        *((192, 128), 64, "sm90", True, "2 stages, DynamicPersistentTileScheduler", True),
+    ),
+    "void cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnFwdSm90": (
+        *("flash_attention_3", "flash_attention_3", "attention_forward", "forward", "bfloat16"),
+        *((64, 64), 64, "sm90", True, "2 stages, VarlenDynamicPersistentTileScheduler", False),
+    ),
+    "void cutlass::device_kernel<flash::FlashAttnFwdCombine": (
+        *("flash_attention_3", "flash_attention_3", "attention_part", "forward", "bfloat16"),
+        *(None, None, "sm90", None, None, None),
+    ),
+    "flash::prepare_varlen_num_blocks_kernel": (
+        *("flash_attention_3", "flash_attention_3", "attention_part", "forward", None),
+        *(None, None, None, None, None, None),
+    ),
+    "kernel_cutlass_kernel_flash_attncuteflash_fwd_sm90": (
+        *("flash_attention_4", "flash_attention_4", "attention_forward", "forward", None),
+        *(None, None, "sm90", True, None, None),
+    ),
+    "kernel_cutlass_kernel_flash_attncuteflash_bwd_sm90": (
+        *("flash_attention_4", "flash_attention_4", "attention_backward", "backward", None),
+        *(None, None, "sm90", True, None, None),
+    ),
+    "kernel_cutlass_kernel_flash_attncuteflash_bwd_preprocess": (
+        *("flash_attention_4", "flash_attention_4", "attention_part", "backward", "bfloat16"),
+        *(None, None, None, None, None, None),
+    ),
+    "kernel_cutlass_kernel_flash_attncuteflash_fwd_sm100": (
+        *("flash_attention_4", "flash_attention_4", "attention_forward", "forward", "bfloat16"),
+        *(None, None, "sm100", True, None, None),
+    ),
+    "triton_tem_fused_flex_attention_0": (
+        *("flex_attention", "flex_attention", "attention_forward", "forward", None),
+        *(None, None, None, None, None, None),
+    ),
+    "triton_tem_fused_flex_attention_backward_1": (
+        *("flex_attention", "flex_attention", "attention_backward", "backward", None),
+        *(None, None, None, None, None, None),
+    ),
+    "triton_per_fused_flex_attention_backward_0": (
+        *("flex_attention", "flex_attention", "attention_part", "backward", None),
+        *(None, None, None, None, None, None),
+    ),
+    "_fwd_kernel_splitK_0d1d2d": (
+        *("xformers", "xformers", "attention_forward", "forward", None),
+        *(None, None, None, None, None, None),
+    ),
+    "void flashinfer::BatchPrefillWithPagedKVCacheKernel<": (
+        *("flashinfer", "flashinfer", "attention_forward", "forward", "bfloat16"),
+        *(None, None, None, True, None, True),
+    ),
+    "void flashinfer::BatchDecodeWithPagedKVCacheKernel<": (
+        *("flashinfer", "flashinfer", "attention_forward", "forward", None),
+        *(None, None, None, False, None, None),
+    ),
+    "void vllm::paged_attention_v1_kernel": (
+        *("vllm", "vllm", "attention_forward", "forward", None),
+        *(None, None, None, False, None, None),
+    ),
+    "kernel_unified_attention_3d": (
+        *("vllm", "vllm", "attention_forward", "forward", None),
+        *(None, None, None, None, None, None),
+    ),
+    "void vllm::merge_attn_states_kernel": (
+        *("vllm", "vllm", "attention_part", "forward", "bfloat16"),
+        *(None, None, None, None, None, None),
+    ),
+    "fmhaSm100Kernel_QkvBfloat16OBfloat16H64": (
+        *("trtllm", "trtllm", "attention_forward", "forward", "bfloat16"),
+        *((8, 128), 64, "sm100", True, None, None),
+    ),
+    "fmha_v2_flash_attention_fp16_64_32_S_qkv_128_causal_sm86": (
+        *("trtllm", "trtllm", "attention_forward", "forward", "float16"),
+        *((64, 32), 128, "sm86", True, None, True),
+    ),
+    "_ZN7ck_tile6kentryILi256ELi2ENS_13FmhaFwdKernel": (
+        *("ck_tile", "ck", "attention_forward", "forward", None),
+        *(None, None, None, None, None, None),
+    ),
+    "_ZN7ck_tile6kentryILi1ENS_19FmhaBwdDQDKDVKernel": (
+        *("ck_tile", "ck", "attention_backward", "backward", None),
+        *(None, None, None, None, None, None),
+    ),
+    "_ZN7ck_tile6kentryILi2ENS_22FmhaBwdOGradDotOKernel": (
+        *("ck_tile", "ck", "attention_part", "backward", None),
+        *(None, None, None, None, None, None),
+    ),
+    "aiter::fmha_fwd_hd128_bf16_causal": (
+        *("aiter", "aiter", "attention_forward", "forward", "bfloat16"),
+        *(None, 128, None, True, None, True),
+    ),
+}
+
+# beginning of the name -> family, role, dtype, tile, arch, tensor cores, pipeline
+MATMUL = {
+    "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_TNT": (
+        *("cublas", "matmul", "bfloat16", (256, 128, 64)),
+        *("sm90", True, "4 stages, cluster 1x2, cooperative"),
+    ),
+    "nvjet_hsh_256x128_64x4_1x2": (
+        *("cublas", "matmul", "float16", (256, 128, 64)),
+        *(None, True, "4 stages, cluster 1x2, cooperative"),
+    ),
+    "nvjet_qqtst_128x256_128x6_2x1_2cta": (
+        *("cublas", "matmul", "float8_e4m3fn", (128, 256, 128)),
+        *(None, True, "6 stages, cluster 2x1"),
+    ),
+    "nvjet_tst_64x24_64x16_4x1_v_bz_splitK": (
+        *("cublas", "matmul", "bfloat16", (64, 24, 64)),
+        *(None, True, "16 stages, cluster 4x1, split-k"),
+    ),
+    "nvjet_sm120_tst_mma_": ("cublas", "matmul", "bfloat16", None, "sm120", True, None),
+    "sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize128x128x8_stage3": (
+        *("cublas", "matmul", "float32", (128, 128, 8), "sm80", False, "3 stages"),
+    ),
+    "sm80_xmma_gemm_f16f16_f16f32_f32_tn_n_tilesize64x64x32_stage3": (
+        *("cublas", "matmul", "float16", (64, 64, 32), "sm80", True, "3 stages"),
+    ),
+    "sm90_xmma_gemm_f32f32_tf32f32_f32_tn_n": (
+        *("cublas", "matmul", "tf32", (128, 128, 32), "sm90", True, None),
+    ),
+    "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n": (
+        *("cublas", "matmul", "bfloat16", (128, 128, 64), "sm90", True, None),
+    ),
+    "ampere_bf16_s16816gemm_bf16_256x128": (
+        *("cublas", "matmul", "bfloat16", (256, 128), "sm80", True),
+        "instruction s16816, stages 32x3",
+    ),
+    "ampere_fp16_s16816gemm_fp16_64x64_sliced1x2": (
+        *("cublas", "matmul", "float16", (64, 64), "sm80", True),
+        "instruction s16816, stages 64x6",
+    ),
+    "volta_fp16_s884gemm_fp16_256x128": (
+        *("cublas", "matmul", "float16", (256, 128), "sm70", True, "instruction s884"),
+    ),
+    "volta_sgemm_128x64_tn": ("cublas", "matmul", "float32", (128, 64), "sm70", False, None),
+    "ampere_sgemm_128x128_tn": ("cublas", "matmul", "float32", (128, 128), "sm80", False, None),
+    "void cutlass::Kernel2<cutlass_80_simt_sgemm_128x32_8x5_nn": (
+        *("cutlass", "matmul", "float32", (128, 32), "sm80", False, "stages 8x5"),
+    ),
+    "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_relu_bf16_256x128": (
+        *("cutlass", "matmul", "bfloat16", (256, 128), "sm80", True, "stages 32x3"),
+    ),
+    "cutlass3x_sm90_tensorop_s64x128x16gemm_bf16": (
+        *("cutlass", "matmul", "bfloat16", (128, 128, 64), "sm90", True, "pingpong"),
+    ),
+    "std::enable_if<!T7, void>::type internal::gemvx::kernel": (
+        *("cublas", "matmul", "bfloat16", None, None, False, None),
+    ),
+    "_ZN8internal5gemvx6kernelI": ("cublas", "matmul", "float16", None, None, False, None),
+    "void gemvNSP_kernel<float": ("cublas", "matmul", "float32", None, None, False, None),
+    "void cublasLt::splitKreduce_kernel": (
+        *("cublas", "reduction", "float32", None, None, False, None),
+    ),
+    "void deep_gemm::fp8_gemm_kernel": (
+        *("deep_gemm", "matmul", "float8_e4m3fn", None, None, True, None),
+    ),
+    "triton_tem_fused__to_copy_addmm_gelu": ("inductor", "matmul", None, None, None, None, None),
+    "triton_tem_fused_bmm_7": ("inductor", "matmul", None, None, None, None, None),
+    "Cijk_Ailk_Bljk_HHS_BH_MT128x128x16": (
+        *("tensile", "matmul", "float16", (128, 128, 16), None, True, None),
+    ),
+}
+
+# part of a recorded name -> role, pass, dtype
+ATEN = {
+    "softmax_warp_forward<c10::BFloat16, c10::BFloat16, float, 11": (
+        "softmax",
+        "forward",
+        "bfloat16",
+    ),
+    "softmax_warp_forward<float, float, float, 11": ("softmax", "forward", "float32"),
+    "softmax_warp_backward<c10::BFloat16": ("softmax", "backward", "bfloat16"),
+    "cunn_SoftMaxBackwardSmem<4, float": ("softmax", "backward", "float32"),
+    "vectorized_layer_norm_kernel<c10::BFloat16": ("norm", None, "bfloat16"),
+    "layer_norm_grad_input_kernel_vectorized": ("norm", "backward", "bfloat16"),
+    "GammaBetaBackwardCUDAKernelTemplate": ("norm", "backward", "bfloat16"),
+    "masked_fill_kernel(at::TensorIterator&, c10::Scalar const&)::{lambda()#1}::operator()() const"
+    "::{lambda()#12}": ("elementwise", None, "bfloat16"),
+    "CatArrayBatchedCopy<": ("copy", None, None),
+    "vectorized_gather_kernel": ("copy", None, None),
+    "indexSelectSmallIndex<c10::BFloat16": ("copy", None, "bfloat16"),
+    "triu_tril_kernel<bool": ("elementwise", None, "bool"),
+    "fused_dropout_kernel_vec<c10::BFloat16": ("elementwise", "forward", "bfloat16"),
+    "masked_scale_kernel<bool, c10::BFloat16": ("elementwise", "backward", "bfloat16"),
+    "isneginf_kernel_impl": ("elementwise", None, "float32"),
+    "embedding_backward_feature_kernel": ("reduction", "backward", "bfloat16"),
+    "ReduceOp<c10::BFloat16, at::native::func_wrapper_t": ("reduction", None, "bfloat16"),
+    "ArgMaxOps<float>": ("reduction", None, "float32"),
+    "MeanOps<float": ("reduction", None, "float32"),
+    "bfloat16_copy_kernel_cuda": ("copy", None, "float32"),
+    "FillFunctor<c10::BFloat16>": ("elementwise", None, "bfloat16"),
+    "AUnaryFunctor<c10::BFloat16, c10::BFloat16, c10::BFloat16, at::native::binary_internal::Mul": (
+        "elementwise",
+        None,
+        "bfloat16",
+    ),
+    "silu_backward_kernel": ("elementwise", "backward", "bfloat16"),
+    "arange_cuda_out": ("elementwise", None, "int64"),
+    "DeviceScanKernel": ("reduction", None, None),
+    "15CUDAFunctor_addIfE": ("elementwise", None, "float32"),
+    "18GeluCUDAKernelImpl": ("elementwise", None, "float16"),
+    "LogSoftMaxForwardEpilogue": ("softmax", "forward", "float32"),
+}
+
+
+@pytest.mark.parametrize("beginning", ATTENTION)
+def test_attention_names(beginning: str) -> None:
+    k = find(beginning)
+    found = (k.family, k.backend, k.role, k.pass_, k.dtype, k.tile, k.head_dim, k.arch)
+    assert (*found, k.tensor_cores, k.pipeline, k.causal) == ATTENTION[beginning]
+    assert k.is_attention
+
+
+@pytest.mark.parametrize("beginning", MATMUL)
+def test_matrix_product_names(beginning: str) -> None:
+    k = find(beginning)
+    found = (k.family, k.role, k.dtype, k.tile, k.arch, k.tensor_cores, k.pipeline)
+    assert found == MATMUL[beginning]
+
+
+@pytest.mark.parametrize("part", ATEN)
+def test_aten_names(part: str) -> None:
+    names = [name for name in ALL if part in name]
+    assert names
+    for name in names:
+        k = decode(name)
+        assert (k.role, k.pass_, k.dtype) == ATEN[part], name
+        assert k.family in ("aten", "cub")
+        assert k.tensor_cores is False
+
+
+def test_every_recorded_kernel_belongs_to_a_family() -> None:
+    unknown = [n for n in ALL if decode(n).family == "unknown"]
+    assert [n for n in unknown if not n.startswith(ANNOTATIONS)] == []
+    assert all(decode(n).role not in ("unknown", "other") for n in ALL if n not in unknown)
+
+
+def test_words_are_one_sentence_and_name_the_facts() -> None:
+    k = find("sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize128x128x8")
+    assert k.words == (
+        "Matrix product of cuBLAS (xmma), fp32, tile 128x128x8, 3 stages, "
+        "on CUDA cores (no tensor cores), built for sm_80."
+    )
+    assert all(decode(n).words.endswith(".") and ".." not in decode(n).words for n in ALL)
+    assert all(", ," not in decode(n).words for n in ALL)
+
+
+@pytest.mark.parametrize(
+    ("name", "role", "backend"),
+    [
+        ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 1, "nccl"),
+        ("ncclKernel_AllReduce_RING_LL_Sum_float(ncclWorkElem)", 1, "nccl"),
+        ("ncclDevKernel_SendRecv", 1, "nccl"),
+        ("rcclGenericKernel", 1, "rccl"),
+        ("my_nccl_like_gemm", 0, None),
+        ("hip_something", 0, None),
+        ("void dma_kernel<float>(float*)", 0, None),
+        ("gemm", 0, None),
+    ],
+)
+def test_what_is_communication(name: str, role: int, backend: str | None) -> None:
+    assert (decode(name).role == "communication") == bool(role)
+    assert decode(name).backend == backend
+
+
+def test_unknown_names_are_unknown_and_guesses_say_so() -> None:
+    assert decode("my_nccl_like_gemm") == KernelName(
+        name="my_nccl_like_gemm",
+        family="unknown",
+        role="matmul",
+        words="No known family of kernels; the word 'gemm' suggests a matrix product.",
+    )
+    assert decode("some_kernel").role == "unknown"
+    assert decode("").family == "unknown"
+    assert decode("my_attn_bwd_dq").role == "attention_backward"
+    assert decode("SuperFlashAttnFwd").role == "attention_forward"
+    # an operator's or annotation's name, not a kernel's
+    assert decode("attention").role == "unknown"
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        (
+            "flash_fwd_v2_fp16_d64_m64n64_causal",
+            ("attention_forward", "forward", "float16", (64, 64), 64, None, None, "v2", True),
+        ),
+        (
+            "flash_fwd_v3_sm90_bf16_d128_m128n128_full",
+            (
+                *("attention_forward", "forward", "bfloat16", (128, 128), 128),
+                *("sm90", True, "v3", False),
+            ),
+        ),
+        (
+            "online_softmax_v0_fp32_d64_m32n32_causal",
+            ("attention_forward", "forward", "float32", (32, 32), 64, None, False, "v0", True),
+        ),
+        (
+            "flash_fwd_v1_fp32",
+            ("attention_forward", "forward", "float32", None, None, None, False, "v1", None),
+        ),
+        (
+            "flash_bwd_dkdv_v2_bf16_d64",
+            ("attention_backward", "backward", "bfloat16", None, 64, None, True, "v2", None),
+        ),
+    ],
+)
+def test_our_own_names(name: str, expected: tuple[object, ...]) -> None:
+    k = decode(name)
+    assert (k.family, k.backend) == ("flashdig", "flashdig")
+    found = (k.role, k.pass_, k.dtype, k.tile, k.head_dim, k.arch, k.tensor_cores)
+    assert (*found, k.pipeline, k.causal) == expected
+
+
+def test_mangled_and_demangled_forms_agree() -> None:
+    mangled = find("_Z16flash_fwd_kernelI")
+    demangled = decode(
+        "void flash_fwd_kernel<Flash_fwd_kernel_traits<128, 64, 64, 4, false, false, "
+        "cutlass::bfloat16_t, Flash_kernel_traits<128, 64, 64, 4, cutlass::bfloat16_t> >, "
+        "false, true, false, false, true, true, false, false>(Flash_fwd_params)"
+    )
+    assert mangled.words == demangled.words
+
+
+def test_readable() -> None:
+    assert readable("_ZN5aiter19fmha_fwd_hd128_bf16E") == "aiter::fmha_fwd_hd128_bf16"
+    assert readable("not_mangled") == "not_mangled"
+    assert readable("_ZN8internal5gemvx6kernelIii6__halfS2_fLb0ELin7E") == (
+        "internal::gemvx::kernel<int, int, __half, S, float, false, -7>"
+    )
+
+
+def test_template_arguments_split_at_their_own_level() -> None:
+    assert template_arguments("f<a, g<b, c>, (d)1>(e<x>)") == ("a", "g<b, c>", "(d)1")
+    assert template_arguments("f(a<b>)") == ()
+    assert template_arguments("f<a, g<b") == ("a", "g<b")
+
+
+PIECES = st.sampled_from(
+    [*ALL, "_ZN", "I", "E", "Li64E", "<", ">", "(", ")", ",", "flash_fwd_kernel", "nvjet_", "_"]
+)
+
+
+@given(
+    st.one_of(
+        st.text(max_size=60),
+        st.lists(PIECES, max_size=5).map("".join),
+        st.tuples(st.sampled_from(ALL), st.integers(0, 400), st.text(max_size=4)).map(
+            lambda t: t[0][: t[1]] + t[2] + t[0][t[1] + 1 :]
+        ),
+        st.text(alphabet="_ZNILSEKPRTDUlbifv0123456789", max_size=60).map("_Z".__add__),
+    )
+)
+@settings(max_examples=400, deadline=None)
+def test_any_string_decodes(name: str) -> None:
+    k = decode(name)
+    assert k.name == name
+    assert k.words.endswith(".")
+    assert k.tile is None or len(k.tile) in (2, 3)
+
+
+def test_very_long_and_deep_names_decode_quickly() -> None:
+    assert decode("void f<" * 100_000).name.startswith("void f<")
+    assert decode("_Z" + "N1aI" * 50_000).family == "unknown"
+    assert decode("_ZP" + "P" * 50_000).family == "unknown"
+    assert decode("x" * 2_000_000).family == "unknown"
