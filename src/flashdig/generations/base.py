@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from flashdig.costs.traffic import visited_tiles
 from flashdig.problem import AttentionProblem
 
 if TYPE_CHECKING:
@@ -25,7 +26,8 @@ class Prediction:
     """What one call is expected to do, written down before it runs.
 
     Attributes:
-        kernels: device kernels launched.
+        kernels: device kernels launched, memory sets included, copies apart; None where torch
+            decides.
         load_bytes, store_bytes: bytes that the kernels' load and store instructions ask for
             ("issued" traffic); None where the kernel is a library's and its instructions are not
             ours to count.
@@ -34,7 +36,7 @@ class Prediction:
         scratch_bytes: peak memory beyond inputs and output.
     """
 
-    kernels: int
+    kernels: int | None
     load_bytes: int | None
     store_bytes: int | None
     matmul_flops: int
@@ -68,3 +70,48 @@ class Generation:
     unsupported: Callable[[AttentionProblem, str], list[str]]
     predict: Callable[[AttentionProblem], Prediction]
     is_triton: bool = False
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Tile of an exhibit: block_m query rows by block_n keys, by num_warps warps."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+
+
+HEAD_DIMS = (16, 32, 64, 128, 256)
+
+
+def tiles(head_dim: int, element_bytes: int) -> Tiles:
+    """The one tile that all Triton exhibits use, so that they differ in structure alone.
+
+    float32 takes the archaeology article's 32 x 32 (its products run on CUDA cores unless TF32 is
+    allowed); 16-bit types take FlashAttention-2's smallest, 64 x 64, and less at head_dim 256.
+    """
+    if element_bytes == 4:
+        return Tiles(32, 32, 4)
+    return Tiles(64, 64, 4) if head_dim <= 128 else Tiles(64, 32, 8)
+
+
+def unsupported_by_triton(problem: AttentionProblem, device_type: str) -> list[str]:
+    """Reasons why the Triton exhibits do not serve a problem on this device."""
+    reasons = []
+    if problem.head_dim not in HEAD_DIMS or problem.head_dim_v != problem.head_dim:
+        allowed = ", ".join(str(head_dim) for head_dim in HEAD_DIMS)
+        reasons.append(f"head_dim must be one of {allowed}, the same for v")
+    if problem.dtype not in ("float32", "float16", "bfloat16"):
+        reasons.append(f"dtype must be float32, float16 or bfloat16, not {problem.dtype}")
+    if device_type == "cpu" and problem.dtype == "bfloat16":
+        reasons.append("Triton's interpreter multiplies bfloat16 wrongly")
+    if problem.batch * problem.num_heads > 65_535:
+        reasons.append("more than 65,535 (batch, head) pairs: the paper's grid ends there")
+    return reasons
+
+
+def tiled_flops(problem: AttentionProblem, tile: Tiles, *, skip_masked_tiles: bool) -> int:
+    """FLOP of the two products as the tile loop executes them: whole tiles, masked parts and all."""
+    visits = visited_tiles(problem, tile.block_m, tile.block_n, skip_masked_tiles=skip_masked_tiles)
+    pairs = problem.batch * problem.num_heads * visits.tiles * tile.block_m * tile.block_n
+    return 2 * pairs * (problem.head_dim + problem.head_dim_v)
