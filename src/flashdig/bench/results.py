@@ -127,6 +127,8 @@ class Record:
         """
         added: list[Row] = []
         for number, row in enumerate(rows, start=1):
+            if not isinstance(row, Mapping):
+                raise RecordError(f"new row {number} must be an object, got {row!r}")
             row_of_run = {"run_id": run.run_id, **row}
             check_row(row_of_run, {run.run_id}, f"new row {number}")
             added.append(row_of_run)
