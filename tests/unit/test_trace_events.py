@@ -4,6 +4,7 @@ import random
 from pathlib import Path
 
 import pytest
+from tests.trace_files import Event, host, kernel, write
 
 from flashdig.readers.breakdown import break_down
 from flashdig.readers.model import DeviceProperties, Trace
@@ -11,7 +12,6 @@ from flashdig.readers.occupancy import judge, mean_percent
 from flashdig.readers.steps import find_steps
 from flashdig.readers.times import nanoseconds
 from flashdig.readers.trace import read_kineto
-from tests.trace_files import Event, host, kernel, write
 
 
 def read(tmp_path: Path, events: list[Event], **metadata: object) -> Trace:
@@ -58,9 +58,7 @@ def test_kernels_below_a_microsecond(tmp_path: Path, kind: type) -> None:
 
 
 def test_a_duration_that_overruns_its_successors_is_cut_and_reported(tmp_path: Path) -> None:
-    trace = read(
-        tmp_path, [kernel("a", 0, 1_000_000), kernel("b", 100, 50), kernel("c", 200, 100)]
-    )
+    trace = read(tmp_path, [kernel("a", 0, 1_000_000), kernel("b", 100, 50), kernel("c", 200, 100)])
     assert [kernel.duration_ns for kernel in trace.kernels] == [100_000, 50_000, 100_000]
     assert [clipped.recorded_duration_ns for clipped in trace.clipped] == [1_000_000_000]
     assert [warning.code for warning in trace.warnings] == ["clipped_duration"]

@@ -22,7 +22,10 @@ if TYPE_CHECKING:
     import torch
 
 # kernels of every attention that is known by name, and the softmax of attention made of parts
-NCU_KERNELS = "regex:([Ff]lash|[Ff]mha|[Ss]dpa|[Aa]tt(e)?n(tion)?(_|[A-Z]|$)|softmax|online_softmax|paged_att)"
+NCU_KERNELS = (
+    "regex:([Ff]lash|[Ff]mha|[Ss]dpa|[Aa]tte?n(tion)?(_|[A-Z]|$)|[Ss]oft[Mm]ax|paged_att"
+    "|dot_do_o|convert_dq)"
+)
 # what the driver answers where profiling counters are reserved for administrators
 _NO_PERMISSION = "ERR_NVGPUCTRPERM"
 
