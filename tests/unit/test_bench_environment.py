@@ -255,9 +255,10 @@ def test_new_records_leave_the_revision_clean_and_source_changes_do_not(checkout
 
 
 def test_another_projects_checkout_is_not_ours(checkout) -> None:
-    inside = checkout / ".venv/lib/site-packages/flashdig"
-    write(inside, {"__init__.py": ""})
-    assert revision(inside) is None
+    for folder in (".venv/lib/site-packages/flashdig", "vendored/flashdig/src/flashdig"):
+        inside = checkout / folder
+        write(inside, {"__init__.py": ""})
+        assert revision(inside) is None
 
 
 def test_outside_of_a_checkout_the_variable_speaks(tmp_path, monkeypatch) -> None:

@@ -116,7 +116,7 @@ def right_answer(causal=True, **sizes):
 def test_the_gate_means_what_the_oracle_means(causal, seqlen_q, seqlen_k) -> None:
     q, k, v = inputs(dtype=torch.float64, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
     out, lse = reference_attention(
-        *(x.transpose(1, 2) for x in (q, k, v)), causal=causal, softmax_scale=0.2, return_lse=True
+        *(x.transpose(1, 2) for x in (q, k, v)), causal=causal, softmax_scale=0.2
     )
     arguments = {"causal": causal, "softmax_scale": 0.2, "lse": lse.float()}
     result = check(out.transpose(1, 2), q, k, v, **arguments)
