@@ -1,0 +1,178 @@
+"""AttentionCall: one attention that ran, whichever way it was made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from flashdig.problem import DTYPE_BYTES, Alignment, AttentionProblem, Mask
+from flashdig.readers.model import DeviceEvent, HostOp
+
+MaskKind = Literal["none", "causal", "tensor", "block", "unknown"]
+PartLabel = Literal[
+    "attention",
+    "helper",
+    "scores",
+    "scale",
+    "softcap",
+    "mask",
+    "softmax",
+    "dropout",
+    "values",
+    "cast",
+    "copy",
+    "other",
+]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Shape and dtype of an attention as far as the recording has them; None is unknown.
+
+    For packed input `packed` is True, `seqlen_q` and `seqlen_k` are totals over the batch, and
+    `batch` is None.
+    """
+
+    batch: int | None = None
+    num_heads: int | None = None
+    num_heads_kv: int | None = None
+    seqlen_q: int | None = None
+    seqlen_k: int | None = None
+    head_dim: int | None = None
+    head_dim_v: int | None = None
+    dtype: str | None = None
+    packed: bool = False
+
+
+@dataclass(frozen=True)
+class MaskUse:
+    """What hides keys from queries.
+
+    `kind`: "none", "causal" (by an argument or the kernel's own flag), "tensor" (a mask or bias is
+    read; what it hides is not recorded), "block" (FlexAttention's block mask), "unknown".
+    `alignment` says where the causal diagonal starts when the lengths differ.
+    """
+
+    kind: MaskKind = "unknown"
+    alignment: Alignment | None = None
+
+    @property
+    def causal(self) -> bool | None:
+        """True or False where it is certain, else None."""
+        return {"causal": True, "none": False}.get(self.kind)
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """A device event of a call and what it does there."""
+
+    label: PartLabel
+    event: DeviceEvent
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionCall:
+    """One attention, forward or backward.
+
+    Attributes:
+        backend: "flash", "efficient", "cudnn", "math" (the choices of PyTorch's SDPA), "eager"
+            (made of parts by the model's own code), "flash_attention_2" to "_4",
+            "flex_attention", "flashdig", or another name of `kernel_names`; "unknown" if the
+            recording does not tell.
+        pass_: "forward" or "backward".
+        sizes, mask: what was computed.
+        dropout: True or False where recorded, else None.
+        parts: device events in order of start; empty for an attention on the CPU.
+        op: host operator of the call (of a forward made of parts: its first product; of a
+            backward: its first autograd node); None where only kernels are known.
+        forward: of a backward call, the forward call it belongs to, if that was recorded.
+        recomputed: True for a forward that ran again inside a backward pass (checkpointing).
+        host_ns: host time of the call, from its first to its last operator; None without any.
+        module_path: modules around the call, outermost first; () where stacks were not recorded.
+        annotations: names of the annotations around the call, outermost first.
+    """
+
+    backend: str
+    pass_: Literal["forward", "backward"]
+    sizes: Sizes
+    mask: MaskUse
+    parts: tuple[Part, ...]
+    dropout: bool | None = None
+    op: HostOp | None = field(default=None, repr=False)
+    forward: AttentionCall | None = field(default=None, repr=False)
+    recomputed: bool = False
+    host_start_ns: int | None = None
+    host_ns: int | None = None
+    module_path: tuple[str, ...] = ()
+    annotations: tuple[str, ...] = ()
+
+    @property
+    def events(self) -> tuple[DeviceEvent, ...]:
+        """Kernels, copies and memsets of the call, in order of start."""
+        return tuple(part.event for part in self.parts)
+
+    @property
+    def device_ns(self) -> int | None:
+        """Sum of the durations of its device events; None where it has none."""
+        return sum(part.event.duration_ns for part in self.parts) if self.parts else None
+
+    @property
+    def start_ns(self) -> int:
+        """Start on the device, or on the host for a call without device events."""
+        if self.parts:
+            return self.parts[0].event.start_ns
+        return self.host_start_ns or 0
+
+    @property
+    def is_decoding(self) -> bool:
+        """True for one query per sequence against a longer cache."""
+        return self.sizes.seqlen_q == 1 and (self.sizes.seqlen_k or 0) > 1
+
+    def problem(self) -> AttentionProblem | None:
+        """The call as an AttentionProblem for the cost models; None where a size is missing.
+
+        A tensor or block mask counts as no mask: what it hides is not recorded.
+        """
+        s = self.sizes
+        if (
+            s.packed
+            or s.batch is None
+            or s.num_heads is None
+            or s.num_heads_kv is None
+            or s.seqlen_q is None
+            or s.seqlen_k is None
+            or s.head_dim is None
+            or s.dtype not in DTYPE_BYTES
+        ):
+            return None
+        if s.num_heads_kv < 1 or s.num_heads % s.num_heads_kv:
+            return None
+        causal = self.mask.causal and (self.mask.alignment or "bottom-right")
+        return AttentionProblem(
+            batch=s.batch,
+            num_heads=s.num_heads,
+            num_heads_kv=s.num_heads_kv,
+            seqlen_q=s.seqlen_q,
+            seqlen_k=s.seqlen_k,
+            head_dim=s.head_dim,
+            head_dim_v=s.head_dim if s.head_dim_v is None else s.head_dim_v,
+            dtype=s.dtype,
+            mask=Mask.from_arguments(causal or False),
+            dropout=bool(self.dropout),
+        )
+
+    def describe(self) -> str:
+        """One line: backend, pass, sizes, mask."""
+        s = self.sizes
+        text = f"{self.backend} {self.pass_}"
+        if s.num_heads is not None:
+            heads = str(s.num_heads)
+            if s.num_heads_kv not in (None, s.num_heads):
+                heads += f"/{s.num_heads_kv}"
+            length = f"{s.seqlen_q}" + (f"/{s.seqlen_k}" if s.seqlen_k != s.seqlen_q else "")
+            batch = "packed" if s.packed else f"batch {s.batch}"
+            text += f": {batch}, heads {heads}, seqlen {length}, head_dim {s.head_dim}"
+        if s.dtype is not None:
+            text += f", {s.dtype}"
+        words = {"causal": ", causal", "tensor": ", mask tensor", "block": ", block mask"}
+        return text + words.get(self.mask.kind, "")
