@@ -19,6 +19,7 @@ from flashdig.cli.errors import CommandError
 # for torch
 COMMANDS = {
     "dig": "flashdig.cli.dig",
+    "predict": "flashdig.cli.predict",
 }
 
 

@@ -1,9 +1,9 @@
 """Expected memory traffic: what the L2 cache leaves of the issued bytes.
 
-One rule, used everywhere: data that is touched again finds itself in the cache in the proportion in
-which the working set of the blocks that run together fits. A set that fits is read once; of a set
-twice the cache half misses. Real caches fall more steeply for cyclic sweeps and less steeply for
-skewed ones; the rule is a first guess, and a counter of memory bytes is its test.
+One rule, used everywhere: data that is touched again is found in the cache if the working set of
+the blocks that run together fits, and not at all if that set is twice the cache, because every
+reuse in attention is a sweep, in which each line has to wait for all the others. In between the
+rule is linear. It is a first guess, and a counter of memory bytes is its test.
 """
 
 from __future__ import annotations
@@ -22,7 +22,12 @@ from flashdig.problem import AttentionProblem
 
 
 def miss_fraction(working_set_bytes: float, cache_bytes: float) -> float:
-    """Part of the repeated accesses that goes to memory."""
+    """Part of the repeated accesses of a sweep that is expected to go to memory."""
+    return min(1.0, max(0.0, working_set_bytes / cache_bytes - 1.0))
+
+
+def least_miss_fraction(working_set_bytes: float, cache_bytes: float) -> float:
+    """Part that must go to memory under any policy: what exceeds the cache."""
     if working_set_bytes <= cache_bytes:
         return 0.0
     return 1.0 - cache_bytes / working_set_bytes

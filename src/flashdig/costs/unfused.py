@@ -42,6 +42,11 @@ class Kernel:
     scores: int = 0
 
     @property
+    def exponentials(self) -> int:
+        """One for each score that a softmax works on."""
+        return self.scores if "softmax" in self.name else 0
+
+    @property
     def issued(self) -> Traffic:
         return Traffic(self.load_bytes + self.reload_bytes, self.store_bytes)
 

@@ -1,0 +1,232 @@
+"""Time of attention that works on tiles: the iterations of the grid's programs, pipe by pipe."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+from flashdig.costs import flops as flop_counts
+from flashdig.costs import l2
+from flashdig.costs.grid import makespan, v1_programs
+from flashdig.costs.pipes import inner_iteration
+from flashdig.costs.prediction import Prediction, Question
+from flashdig.costs.roofline import MEMORY, roofs
+from flashdig.costs.schedules import Tile, iteration_cycles, tile_of
+from flashdig.costs.traffic import (
+    FLOAT32_BYTES,
+    Traffic,
+    compulsory,
+    flash_backward_issued,
+    tensor_bytes,
+    tiles_per_program,
+    transpose_copy,
+    v1_issued,
+    v1_surroundings,
+    v2_issued,
+    visited_tiles,
+)
+from flashdig.hardware.occupancy import ASSUMED_MEMORY_LATENCY_S
+from flashdig.problem import Mask
+
+
+def predict_tiled(question: Question, tile: Tile | None = None) -> Prediction:
+    """Forward or backward of a tiled generation; `tile` instead of its own."""
+    problem, device, schedule = question.problem, question.device, question.schedule
+    tile = tile or tile_of(schedule, problem)
+    backward = question.direction == "backward"
+
+    iterations = iterations_per_program(question, tile)
+    busy_fraction = min(1.0, len(iterations) / device.sm_count) if iterations else 1.0
+    # what is worked on in whole: all pairs if the loops do not skip
+    worked = problem if schedule.skips_masked_tiles else problem.replace(mask=Mask())
+    worked_flops = flop_counts.direction_flops(worked, question.direction)
+    minimum = compulsory(problem, question.direction)
+    floor = roofs(
+        device,
+        memory_bytes=minimum.total_bytes,
+        flops=worked_flops,
+        dtype=question.dtype,
+        exp2=worked.visible_pairs,
+        clock_hz=question.floor_clock_hz,
+        busy_fraction=busy_fraction,
+    )
+
+    cycles = inner_iteration(
+        device.arch,
+        tile_m=tile.block_m,
+        tile_n=tile.block_n,
+        head_dim=problem.head_dim,
+        head_dim_v=problem.head_dim_v,
+        dtype=question.dtype,
+        warps=tile.warps,
+        path=question.path,
+        backward=backward,
+        matmul_flop_per_clock=_flop_per_clock(question),
+    )
+    matmul_fraction, notes = _matmul_fraction(question)
+    iteration_s = iteration_cycles(
+        schedule,
+        cycles,
+        matmul_fraction=matmul_fraction,
+        exp2_fraction=question.known.exp2,
+        backward=backward,
+    )
+    iteration_s = iteration_s / question.expected_clock_hz + _wait_per_iteration(question)
+    start_s = _wait_per_program(question)
+    compute_s = makespan([start_s + n * iteration_s for n in iterations], device.sm_count)
+    issued, memory = _traffic(question, tile)
+    around = _traffic_around(question)
+    memory_s, around_s = (
+        moved.total_bytes / (device.memory_bytes_per_s * question.known.copy)
+        for moved in (memory, around)
+    )
+    if schedule.loops == "keys outside":
+        # each step waits for the O that the step before stored, and only the busy SMs ask for bytes
+        memory_s /= busy_fraction
+        expected_s = compute_s + memory_s + around_s
+    else:
+        expected_s = max(compute_s, memory_s) + around_s
+
+    visits = visited_tiles(
+        problem, tile.block_m, tile.block_n, skip_masked_tiles=schedule.skips_masked_tiles
+    )
+    heads = problem.batch * problem.num_heads
+    one_pair = worked_flops // worked.visible_pairs if worked.visible_pairs else 0
+    return Prediction(
+        problem=problem,
+        device=device.key,
+        generation=schedule.name,
+        direction=question.direction,
+        floor_s=floor.floor_s,
+        expected_s=expected_s,
+        floor_clock_hz=question.floor_clock_hz,
+        expected_clock_hz=question.expected_clock_hz,
+        limiter=floor.limiter,
+        expected_limiter=MEMORY if memory_s > compute_s else cycles.limiter,
+        flops=flop_counts.direction_flops(problem, question.direction),
+        executed_flops=heads * visits.pairs * one_pair,
+        exp2=flop_counts.exp2_count(problem),
+        compulsory=minimum,
+        issued=issued + around,
+        memory=memory + around,
+        roofs=floor,
+        kernels=_kernel_count(question),
+        scratch_bytes=_scratch_bytes(question),
+        pipes=cycles.pipes,
+        programs=len(iterations),
+        waves=len(iterations) / (device.sm_count * schedule.blocks_per_sm),
+        notes=notes,
+    )
+
+
+def iterations_per_program(question: Question, tile: Tile) -> list[int]:
+    """Inner iterations of each program of the grid, in launch order."""
+    problem = question.problem
+    heads = problem.batch * problem.num_heads
+    if question.schedule.loops == "keys outside":
+        visits = visited_tiles(problem, tile.block_m, tile.block_n, skip_masked_tiles=False)
+        return [visits.tiles] * v1_programs(problem)
+    tiles = tiles_per_program(problem, tile.block_m, tile.block_n)
+    if question.direction == "backward":
+        # a program for each key tile: the same tiles, counted along the other side
+        count = math.ceil(problem.seqlen_k / tile.block_n)
+        longest = max(tiles, default=0) * len(tiles) / count if count else 0.0
+        tiles = _falling(sum(tiles), count, longest)
+    return tiles * heads
+
+
+def _wait_per_program(question: Question) -> float:
+    """Round trips to memory that no other block hides: Q, then K, and O at the end."""
+    if question.schedule.blocks_per_sm > 1 and question.direction == "forward":
+        return 0.0
+    return 3 * ASSUMED_MEMORY_LATENCY_S
+
+
+def _wait_per_iteration(question: Question) -> float:
+    """With the keys outside, every step loads the O that an earlier step has stored."""
+    if question.schedule.loops != "keys outside":
+        return 0.0
+    blocks = v1_programs(question.problem) / question.device.sm_count
+    return ASSUMED_MEMORY_LATENCY_S / min(question.schedule.blocks_per_sm, max(1.0, blocks))
+
+
+def _falling(total: int, count: int, longest: float) -> list[int]:
+    """`count` whole numbers that sum to `total` and fall evenly from about `longest`."""
+    if count == 0:
+        return []
+    mean = total / count
+    fall = max(0.0, min(longest, 2 * mean) - mean)
+    marks = [0]
+    reached = 0.0
+    for index in range(count):
+        reached += mean + fall * (1 - 2 * (index + 0.5) / count)
+        marks.append(round(reached))
+    marks[-1] = total
+    return [end - start for start, end in itertools.pairwise(marks)]
+
+
+def _flop_per_clock(question: Question) -> float | None:
+    """Of one SM of this chip, from its peak; None leaves the architecture's rate."""
+    device, dtype = question.device, question.dtype
+    peak = device.flop_per_s(dtype)
+    if question.path == "fma" or peak is None:
+        return None
+    return peak / device.sm_count / device.peak_clocks_hz.get(dtype, device.clock_hz)
+
+
+def _matmul_fraction(question: Question) -> tuple[float, tuple[str, ...]]:
+    known, arch = question.known, question.device.arch
+    if question.path != "mma.sync" or arch.mma_sync_fraction == 1:
+        return known.matmul, known.notes
+    if arch.mma_sync_fraction is None:
+        note = (
+            f"unknown: what mma.sync reaches on compute capability {arch.key}; taken as the "
+            "fastest product, so the expected time is too short"
+        )
+        return known.matmul, (*known.notes, note)
+    note = f"mma.sync reaches {arch.mma_sync_fraction:.1%} of the peak here (arXiv 2402.13499)"
+    return min(known.matmul, arch.mma_sync_fraction), (*known.notes, note)
+
+
+def _traffic(question: Question, tile: Tile) -> tuple[Traffic, Traffic]:
+    """(issued, expected at memory) of the kernel itself; the backward's three kernels together."""
+    problem, device, schedule = question.problem, question.device, question.schedule
+    m, n, cache = tile.block_m, tile.block_n, device.cache_bytes
+    resident = device.sm_count * schedule.blocks_per_sm
+    if question.direction == "backward":
+        memory = l2.backward_expected(problem, m, n, cache_bytes=cache, resident_programs=resident)
+        return flash_backward_issued(problem, m, n), memory
+    if schedule.loops == "keys outside":
+        memory = l2.v1_expected(problem, m, n, cache_bytes=cache, resident_programs=resident)
+        return v1_issued(problem, m, n), memory
+    memory = l2.v2_expected(problem, m, n, cache_bytes=cache, resident_programs=resident)
+    return v2_issued(problem, m, n), memory
+
+
+def _traffic_around(question: Question) -> Traffic:
+    """Bytes of what has to run before and after the kernel."""
+    if question.schedule.loops == "keys outside":
+        return v1_surroundings(question.problem)
+    if question.schedule.name == "v2_transposed":
+        return transpose_copy(question.problem)
+    return Traffic(0, 0)
+
+
+def _kernel_count(question: Question) -> int:
+    problem, schedule = question.problem, question.schedule
+    if question.direction == "backward":
+        return 3 + (problem.group_size > 1)
+    if schedule.loops == "keys outside":
+        return 4 + (problem.element_bytes < FLOAT32_BYTES)
+    return 2 if schedule.name == "v2_transposed" else 1
+
+
+def _scratch_bytes(question: Question) -> int:
+    problem, schedule = question.problem, question.schedule
+    rows = problem.batch * problem.num_heads * problem.seqlen_q
+    if question.direction == "backward":
+        return rows * (problem.head_dim + 1) * FLOAT32_BYTES
+    if schedule.loops == "keys outside":
+        accumulator = problem.head_dim_v if problem.element_bytes < FLOAT32_BYTES else 0
+        return rows * (2 + accumulator) * FLOAT32_BYTES
+    return tensor_bytes(problem).k if schedule.name == "v2_transposed" else 0
