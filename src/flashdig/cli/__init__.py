@@ -18,6 +18,7 @@ from flashdig.cli.errors import CommandError
 # sub-command -> module; imported only when it is asked for, so that `flashdig predict` never waits
 # for torch
 COMMANDS = {
+    "trace": "flashdig.cli.trace",
     "dig": "flashdig.cli.dig",
     "predict": "flashdig.cli.predict",
 }

@@ -15,7 +15,7 @@ from statistics import median
 from typing import Literal, get_args
 
 from flashdig.readers.kernel_names import decode
-from flashdig.readers.model import Copy, DeviceEvent, Kernel, Trace
+from flashdig.readers.model import Copy, DeviceEvent, Trace
 from flashdig.readers.steps import StepWindow, find_steps, step_windows
 from flashdig.readers.times import intersect, length_ns, union_of_intervals
 
@@ -105,24 +105,24 @@ class DeviceBreakdown:
     notes: list[str]
 
 
-def time_class(event: DeviceEvent, attention: Mapping[Kernel, Pass]) -> TimeClass:
+def time_class(event: DeviceEvent, attention: Mapping[DeviceEvent, Pass]) -> TimeClass:
     """The class of one device event.
 
     Args:
-        attention: kernels that belong to an attention call, its parts included, and their pass.
+        attention: events that belong to an attention call, its parts included, and their pass.
     """
-    if isinstance(event, Copy):
-        return "copy"
     in_attention = attention.get(event)
     if in_attention is not None:
         return "attention_backward" if in_attention == "backward" else "attention_forward"
+    if isinstance(event, Copy):
+        return "copy"
     name = decode(event.name)
     if name.role in {"attention_forward", "attention_backward", "attention_part"}:
         return "attention_backward" if name.pass_ == "backward" else "attention_forward"
     return name.role if name.role in TIME_CLASSES else "other"
 
 
-def break_down(trace: Trace, attention: Mapping[Kernel, Pass]) -> list[DeviceBreakdown]:
+def break_down(trace: Trace, attention: Mapping[DeviceEvent, Pass]) -> list[DeviceBreakdown]:
     """One breakdown a device, in order of device number; empty when no device did anything."""
     by_device: dict[int, list[DeviceEvent]] = defaultdict(list)
     for event in trace.device_events():
@@ -134,7 +134,7 @@ def break_down(trace: Trace, attention: Mapping[Kernel, Pass]) -> list[DeviceBre
 
 
 def _break_down_device(
-    trace: Trace, device: int, events: list[DeviceEvent], attention: Mapping[Kernel, Pass]
+    trace: Trace, device: int, events: list[DeviceEvent], attention: Mapping[DeviceEvent, Pass]
 ) -> DeviceBreakdown:
     classes = [time_class(event, attention) for event in events]
     windows = step_windows(find_steps(trace), events)
