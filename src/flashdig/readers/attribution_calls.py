@@ -30,7 +30,8 @@ class Sizes:
     """Shape and dtype of an attention as far as the recording has them; None is unknown.
 
     For packed input `packed` is True, `seqlen_q` and `seqlen_k` are totals over the batch, and
-    `batch` is None.
+    `batch` is None. `batch_times_heads` is known even where code flattens the two into one
+    dimension and their split is not recorded.
     """
 
     batch: int | None = None
@@ -42,6 +43,14 @@ class Sizes:
     head_dim_v: int | None = None
     dtype: str | None = None
     packed: bool = False
+    batch_times_heads: int | None = None
+
+    @property
+    def split(self) -> tuple[int, int] | None:
+        """Batch and query heads; (1, their product) where only that is known; else None."""
+        if self.batch is not None and self.num_heads is not None:
+            return self.batch, self.num_heads
+        return None if self.batch_times_heads is None else (1, self.batch_times_heads)
 
 
 @dataclass(frozen=True)
@@ -131,27 +140,28 @@ class AttentionCall:
     def problem(self) -> AttentionProblem | None:
         """The call as an AttentionProblem for the cost models; None where a size is missing.
 
-        A tensor or block mask counts as no mask: what it hides is not recorded.
+        A tensor or block mask counts as no mask: what it hides is not recorded. Where only the
+        product of batch and heads is known, it counts as heads of one sequence: the same work.
         """
         s = self.sizes
         if (
             s.packed
-            or s.batch is None
-            or s.num_heads is None
-            or s.num_heads_kv is None
+            or s.split is None
             or s.seqlen_q is None
             or s.seqlen_k is None
             or s.head_dim is None
             or s.dtype not in DTYPE_BYTES
         ):
             return None
-        if s.num_heads_kv < 1 or s.num_heads % s.num_heads_kv:
+        batch, num_heads = s.split
+        num_heads_kv = num_heads if s.num_heads_kv is None else s.num_heads_kv
+        if num_heads_kv < 1 or num_heads % num_heads_kv:
             return None
         causal = self.mask.causal and (self.mask.alignment or "bottom-right")
         return AttentionProblem(
-            batch=s.batch,
-            num_heads=s.num_heads,
-            num_heads_kv=s.num_heads_kv,
+            batch=batch,
+            num_heads=num_heads,
+            num_heads_kv=num_heads_kv,
             seqlen_q=s.seqlen_q,
             seqlen_k=s.seqlen_k,
             head_dim=s.head_dim,
@@ -165,14 +175,19 @@ class AttentionCall:
         """One line: backend, pass, sizes, mask."""
         s = self.sizes
         text = f"{self.backend} {self.pass_}"
-        if s.num_heads is not None:
-            heads = str(s.num_heads)
-            if s.num_heads_kv not in (None, s.num_heads):
-                heads += f"/{s.num_heads_kv}"
+        if s.seqlen_q is not None:
             length = f"{s.seqlen_q}" + (f"/{s.seqlen_k}" if s.seqlen_k != s.seqlen_q else "")
-            batch = "packed" if s.packed else f"batch {s.batch}"
-            text += f": {batch}, heads {heads}, seqlen {length}, head_dim {s.head_dim}"
+            text += f": {self._batch_and_heads()}, seqlen {length}, head_dim {s.head_dim}"
         if s.dtype is not None:
             text += f", {s.dtype}"
         words = {"causal": ", causal", "tensor": ", mask tensor", "block": ", block mask"}
         return text + words.get(self.mask.kind, "")
+
+    def _batch_and_heads(self) -> str:
+        s = self.sizes
+        if s.num_heads is None:
+            return f"batch x heads {s.batch_times_heads}"
+        heads = str(s.num_heads)
+        if s.num_heads_kv not in (None, s.num_heads):
+            heads += f"/{s.num_heads_kv}"
+        return f"{'packed' if s.packed else f'batch {s.batch}'}, heads {heads}"

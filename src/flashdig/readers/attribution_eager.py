@@ -64,7 +64,7 @@ class EagerAttention:
     values: HostOp
     sizes: Sizes
     mask: MaskUse
-    dropout: bool
+    dropout: bool | None
 
 
 @dataclass
@@ -220,24 +220,24 @@ def _assemble(lane: _Lane, before: int, at: int, after: int, shape: Shape | None
     operators: list[tuple[HostOp, PartLabel]] = []
     heads_kv = _repeated_heads(lane, before, shape, operators)
     operators.append((scores, "scores"))
-    masked = False
+    masked = scores.name == "aten::baddbmm"  # its first argument is a bias (ALiBi)
     for i in range(before + 1, after):
         op = lane.operators[i]
         if i != at and not _touches(op, shape):
             continue
         label = _label(op, shape)
-        masked = masked or (label == "mask" and i < at)
+        # without shapes an addition may as well be one of a constant
+        certain = shape is not None or "fill" in op.name or "where" in op.name
+        masked = masked or (label == "mask" and i < at and certain)
         operators.append((op, label))
     operators.append((values, "values"))
-    if scores.name == "aten::baddbmm":
-        masked = True  # its first argument is a bias (ALiBi)
     return EagerAttention(
         operators=operators,
         scores=scores,
         values=values,
-        sizes=_sizes(lane, scores, values, shape, heads_kv),
+        sizes=_sizes(lane, operators, shape, heads_kv),
         mask=MaskUse("tensor" if masked else "none" if shape else "unknown"),
-        dropout=any(label == "dropout" and _drops(op) for op, label in operators),
+        dropout=_dropout(operators),
     )
 
 
@@ -269,11 +269,17 @@ def _label(op: HostOp, shape: Shape | None) -> PartLabel:
     return label
 
 
-def _drops(op: HostOp) -> bool:
-    if op.inputs is None:
-        return True
-    probability = next((v for v in op.inputs.values if v and v not in ("True", "False")), "")
-    return "True" in op.inputs.values and probability not in ("0.", "0", "0.0")
+def _dropout(operators: list[tuple[HostOp, PartLabel]]) -> bool | None:
+    """True or False; None for a dropout whose probability is not recorded."""
+    used: bool | None = False
+    for op, label in operators:
+        if label != "dropout":
+            continue
+        if op.inputs is None:
+            return None
+        values = [value for value in op.inputs.values if value]
+        used = used or ("True" in values and values[0] not in ("0.", "0", "0.0"))
+    return used
 
 
 def _repeated_heads(
@@ -300,20 +306,20 @@ def _repeated_heads(
 
 
 def _sizes(
-    lane: _Lane, scores: HostOp, values: HostOp, shape: Shape | None, heads_kv: int | None
+    lane: _Lane,
+    operators: list[tuple[HostOp, PartLabel]],
+    shape: Shape | None,
+    heads_kv: int | None,
 ) -> Sizes:
-    left, right = _product(lane, scores), _product(lane, values)
+    scores = next(op for op, label in operators if label == "scores")
+    left, right = _product(lane, scores), _product(lane, operators[-1][0])
     argument = 1 if scores.name == "aten::baddbmm" else 0
     dtype = dtype_of(scores, argument)
     if scores.name == "aten::einsum" and id(scores) in lane.inner_bmm:
         dtype = dtype_of(lane.inner_bmm[id(scores)], 0)
     if left is None or right is None or shape is None:
         return Sizes(dtype=dtype)
-    batch = num_heads = None
-    for leading in (left.batch, shape[:-2], right.batch):
-        if len(leading) == 2:
-            batch, num_heads = leading
-            break
+    batch, num_heads = _batch_and_heads(operators, (left.batch, shape[:-2], right.batch), shape)
     return Sizes(
         batch=batch,
         num_heads=num_heads,
@@ -323,4 +329,20 @@ def _sizes(
         head_dim=left.inner,
         head_dim_v=right.columns,
         dtype=dtype,
+        batch_times_heads=math.prod(left.batch),
     )
+
+
+def _batch_and_heads(
+    operators: list[tuple[HostOp, PartLabel]], leading: tuple[Shape, ...], shape: Shape
+) -> tuple[int, int] | tuple[None, None]:
+    """The two leading sizes of whatever sees the scores in four dimensions."""
+    for sizes in leading:
+        if len(sizes) == 2:
+            return sizes[0], sizes[1]
+    for op, _ in operators:
+        for tensor in tensors(op):
+            four = tensor is not None and len(tensor) == 4 and tensor[2:] == shape[-2:]
+            if tensor is not None and four and math.prod(tensor) == math.prod(shape):
+                return tensor[0], tensor[1]
+    return None, None

@@ -44,10 +44,11 @@ _KERNELS: tuple[tuple[str, Role, Pass | None, str], ...] = (
         None,
         "layer norm",
     ),
+    (r"mbtopk|sbtopk|gatherTopK", "other", None, "top-k"),
     (r"CatArrayBatchedCopy", "copy", None, "concatenation"),
     (
         r"indexSelect|vectorized_gather_kernel|index_elementwise_kernel|_scatter_gather_elementwise"
-        r"|index_kernel|gatherTopK",
+        r"|index_kernel",
         "copy",
         None,
         "gather or scatter by index",
@@ -67,7 +68,6 @@ _KERNELS: tuple[tuple[str, Role, Pass | None, str], ...] = (
     (r"DeviceScan|scan_innermost|tensor_kernel_scan", "reduction", None, "running sum (scan)"),
     (r"DeviceReduce|DeviceSegmentedReduce", "reduction", None, "reduction"),
     (r"RadixSort|bitonicSort|DeviceMergeSort|radixSort", "other", None, "sort"),
-    (r"mbtopk|sbtopk", "other", None, "top-k"),
 )
 
 # functor inside an elementwise or reduction kernel -> role, words
