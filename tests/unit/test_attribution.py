@@ -4,11 +4,16 @@ The recordings: `attn_*` ran one attention three times (`attn_train_*` with its 
 models have three layers, ran two steps, and the generating one made eight tokens a step.
 """
 
+import gzip
+import json
+import tempfile
 from collections import Counter
 from functools import lru_cache
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from flashdig.problem import Mask
 from flashdig.readers.attribution import AttentionCall, MaskUse, Sizes, attention_calls
@@ -288,6 +293,29 @@ def test_kernels_of_a_graph_launch_count_one_by_one() -> None:
     for kernel in trace.kernels:
         kernel.launch, kernel.correlation = launch, 77
     assert [c.backend for c in attention_calls(trace)] == ["eager", "flash_attention_2"]
+
+
+JUNK = st.sampled_from(
+    [None, 0, -1, 1e30, "", "x", "True", [], [[]], [[1, 2], [3]], [[-5, 0, 3], [0, 0, 0]], {}]
+)
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_damaged_arguments_never_give_a_traceback(data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(["attn_naive", "attn_train_flex", "attn_train_sdpa_flash"]))
+    document = json.loads(gzip.decompress((DATA / f"{name}.json.gz").read_bytes()))
+    operators = [e for e in document["traceEvents"] if e.get("cat") == "cpu_op"]
+    for event in data.draw(st.lists(st.sampled_from(operators), max_size=20)):
+        key = data.draw(st.sampled_from(sorted(event["args"])))
+        event["args"][key] = data.draw(JUNK)
+        event["name"] = data.draw(st.sampled_from([event["name"], "aten::softmax", "aten::bmm"]))
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump(document, file)
+        file.flush()
+        for call in attention_calls(read_kineto(file.name)):
+            assert call.describe().startswith(call.backend)
+            assert call.problem() is None or call.sizes.head_dim is not None
 
 
 def test_memory_operations_alone_are_no_attention() -> None:

@@ -207,13 +207,18 @@ def test_what_is_no_attention(tmp_path: Path) -> None:
         outputs = torch.bmm(hidden.expand(4, 24, 32), experts)
         return outputs.sum() * weights.sum()
 
+    def linear_attention() -> Tensor:
+        x = torch.randn(2, 4, 8, 8)
+        context = torch.matmul(x.transpose(2, 3), F.softmax(torch.matmul(x, x), dim=-2))
+        return torch.matmul(x, context)
+
     def sampling() -> Tensor:
         return torch.multinomial(F.softmax(F.linear(hidden, router), dim=-1), 1)
 
     def loss() -> Tensor:
         return F.cross_entropy(F.linear(hidden, router), torch.zeros(24, dtype=torch.long))
 
-    for run in (mixture_of_experts, sampling, loss):
+    for run in (mixture_of_experts, linear_attention, sampling, loss):
         assert record(tmp_path, run) == []
 
 

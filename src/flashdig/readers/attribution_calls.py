@@ -155,8 +155,10 @@ class AttentionCall:
             return None
         batch, num_heads = s.split
         num_heads_kv = num_heads if s.num_heads_kv is None else s.num_heads_kv
-        if num_heads_kv < 1 or num_heads % num_heads_kv:
-            return None
+        head_dim_v = s.head_dim if s.head_dim_v is None else s.head_dim_v
+        smallest = min(batch, num_heads, s.seqlen_q, s.seqlen_k, head_dim_v)
+        if smallest < 0 or s.head_dim < 1 or num_heads_kv < 1 or num_heads % num_heads_kv:
+            return None  # damaged numbers
         causal = self.mask.causal and (self.mask.alignment or "bottom-right")
         return AttentionProblem(
             batch=batch,
@@ -165,7 +167,7 @@ class AttentionCall:
             seqlen_q=s.seqlen_q,
             seqlen_k=s.seqlen_k,
             head_dim=s.head_dim,
-            head_dim_v=s.head_dim if s.head_dim_v is None else s.head_dim_v,
+            head_dim_v=head_dim_v,
             dtype=s.dtype,
             mask=Mask.from_arguments(causal or False),
             dropout=bool(self.dropout),

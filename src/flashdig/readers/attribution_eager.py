@@ -143,11 +143,18 @@ def _around(lane: _Lane, at: int, first_allowed: int) -> EagerAttention | None:
     shape = next((s for s in tensors(softmax) if s), None)
     if softmax.inputs is not None and (shape is None or len(shape) < 3):
         return None
+    if shape is not None and not _over_last_dimension(softmax, shape):
+        return None
     before = _scores_before(lane, at, first_allowed, shape)
     after = _values_after(lane, at, shape)
     if before is None or after is None:
         return None
     return _assemble(lane, before, at, after, shape)
+
+
+def _over_last_dimension(softmax: HostOp, shape: Shape) -> bool:
+    values = softmax.inputs.values if softmax.inputs is not None else ()
+    return len(values) < 2 or values[1] in ("", "-1", str(len(shape) - 1))
 
 
 def _scores_before(lane: _Lane, at: int, first_allowed: int, shape: Shape | None) -> int | None:
