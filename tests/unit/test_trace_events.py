@@ -192,7 +192,7 @@ def test_occupancy_estimates(tmp_path: Path) -> None:
     assert mean_percent(trace.kernels, trace) == pytest.approx((6 + 0 + 50) / 3)
     first, second, third, fourth, _ = (judge(kernel, H200) for kernel in trace.kernels)
     assert first.limit == "shared memory"
-    assert "1 block an SM = 4 of 64 warps = 6.25 %" in first.explanation
+    assert "1 block = 4 of 64 warps = 6.25 %" in first.explanation
     assert second.limit == "grid"
     assert "1 of 132 SMs" in second.explanation
     assert third.percent is fourth.percent is None

@@ -12,16 +12,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from flashdig.hardware.arch import architecture
+from flashdig.hardware.occupancy import occupancy
 from flashdig.readers.model import DeviceProperties, Kernel, LaunchConfiguration, Trace
 
 # The limit without opting in; the recorder's estimate fails above it.
 _DEFAULT_SHARED_MEMORY = 48 * 1024
-# CUDA programming guide: registers go out to warps in units of 256, shared memory carries 1 KB a
-# block of the system's own from compute capability 8.0 on.
-_REGISTER_UNIT = 256
-_RESERVED_SHARED_MEMORY = 1024
-
-Limit = Literal["grid", "shared memory", "registers", "threads", "blocks"]
 
 
 @dataclass(frozen=True)
@@ -37,7 +33,7 @@ class Occupancy:
 
     percent: float | None
     source: Literal["recorded", "computed", "unknown"]
-    limit: Limit | None
+    limit: str | None
     explanation: str
 
 
@@ -45,7 +41,7 @@ def judge(kernel: Kernel, device: DeviceProperties | None) -> Occupancy:
     """The occupancy of a kernel and why it is what it is."""
     launch = kernel.configuration
     recorded = launch.occupancy_percent
-    resident = _residency(launch, device)
+    resident = resident_warps(launch, device)
     limit = None if resident is None else resident.limit
     explanation = "" if resident is None else resident.sentence
     not_measured = recorded == 0 and (launch.shared_memory_bytes or 0) > _DEFAULT_SHARED_MEMORY
@@ -83,48 +79,49 @@ def mean_percent(kernels: Iterable[Kernel], trace: Trace) -> float | None:
 
 
 @dataclass(frozen=True)
-class _Residency:
+class Residency:
+    """Warps that are resident on average, in percent of the most, and what keeps more out."""
+
     percent: float
-    limit: Limit
+    limit: str
     sentence: str
 
 
-def _residency(launch: LaunchConfiguration, device: DeviceProperties | None) -> _Residency | None:
-    """Blocks that fit an SM at once, from the launch and the device's limits."""
+def resident_warps(
+    launch: LaunchConfiguration, device: DeviceProperties | None
+) -> Residency | None:
+    """Warps that are resident on average over all SMs, from the launch and the architecture.
+
+    None where the file does not say enough, or says what no launch could have.
+    """
     threads, blocks = launch.threads_per_block, launch.num_blocks
-    if device is None or not threads or not blocks:
+    if device is None or device.compute_capability is None or device.num_sms is None:
         return None
-    if device.max_threads_per_sm is None or device.num_sms is None:
+    if not threads or not blocks:
         return None
-    warp_size = device.warp_size or 32
-    warps = -(-threads // warp_size)
-    max_warps = device.max_threads_per_sm // warp_size
-    fitting: dict[Limit, int] = {"threads": max_warps // warps, "blocks": 32}
-    registers = launch.registers_per_thread
-    if registers and device.registers_per_sm:
-        per_warp = -(-registers * warp_size // _REGISTER_UNIT) * _REGISTER_UNIT
-        fitting["registers"] = device.registers_per_sm // (per_warp * warps)
-    if launch.shared_memory_bytes and device.shared_memory_per_sm:
-        reserved = _RESERVED_SHARED_MEMORY if (device.compute_capability or (0,))[0] >= 8 else 0
-        fitting["shared memory"] = device.shared_memory_per_sm // (
-            launch.shared_memory_bytes + reserved
+    major, minor = device.compute_capability
+    try:
+        found = occupancy(
+            architecture(f"sm_{major}{minor}"),
+            threads_per_block=threads,
+            registers_per_thread=launch.registers_per_thread or 0,
+            shared_bytes_per_block=launch.shared_memory_bytes or 0,
+            grid_blocks=blocks,
+            sm_count=device.num_sms,
         )
-    limit = min(fitting, key=lambda name: fitting[name])
-    fit = fitting[limit]
-    if not fit:
-        return None  # such a launch would have failed: the file's numbers do not belong together
-    # the grid's last blocks leave SMs idle: on average this many are resident
-    per_sm = min(float(fit), blocks / device.num_sms)
-    percent = 100.0 * per_sm * warps / max_warps
+    except ValueError:
+        return None  # an unknown chip, or numbers of a launch that cannot have been
+    if not found.blocks_per_sm or found.grid_fraction is None:
+        return None
+    percent = 100 * found.grid_fraction
     if blocks < device.num_sms:
         sentence = f"Grid too small: {blocks} of {device.num_sms} SMs get a block."
-        return _Residency(percent, "grid", sentence)
-    if per_sm < fit:
-        limit = "grid"
-    noun = "block" if per_sm == 1 else "blocks"
-    return _Residency(
-        percent,
-        limit,
-        f"Limited by {limit}: {per_sm:.4g} {noun} an SM = {per_sm * warps:.4g} of {max_warps} "
-        f"warps = {percent:.4g} %.",
-    )
+        return Residency(percent, "grid", sentence)
+    per_sm = blocks / device.num_sms
+    if per_sm < found.blocks_per_sm:
+        sentence = (
+            f"Limited by the grid: {per_sm:.3g} blocks an SM where {found.blocks_per_sm} fit."
+        )
+        return Residency(percent, "grid", sentence)
+    sentence = found.explain()
+    return Residency(percent, found.limiter, sentence[0].upper() + sentence[1:] + ".")

@@ -62,6 +62,15 @@ class AttentionGroup:
         return events / len(self.calls) - self.kernels_per_call
 
     @property
+    def parts_ns(self) -> dict[str, float]:
+        """Mean device time a call by what its events do, in order of first appearance."""
+        sums: dict[str, float] = {}
+        for call in self.calls:
+            for part in call.parts:
+                sums[part.label] = sums.get(part.label, 0) + part.event.duration_ns
+        return {label: time / len(self.calls) for label, time in sums.items()}
+
+    @property
     def flops(self) -> float | None:
         """Floating-point operations of the median call by `costs.flops.RULE`.
 

@@ -135,6 +135,7 @@ def _attention(group: AttentionGroup) -> Json:
         "copies_per_call": _rounded(group.copies_per_call),
         "device_ns": group.device_ns,
         "device_median_ns": _rounded(group.median_device_ns),
+        "parts_mean_ns": {label: _rounded(time) for label, time in group.parts_ns.items()},
         "host_median_ns": _rounded(group.median_host_ns),
         "flops": _rounded(group.flops),
         "tflop_per_s": _rounded(group.tflop_per_s),

@@ -13,4 +13,7 @@ def duration(nanoseconds: float) -> str:
 
 def share(part: float, whole: float) -> str:
     """A percentage, three digits; "n/a" of nothing."""
-    return f"{100 * part / whole:.3g} %" if whole else "n/a"
+    if not whole:
+        return "n/a"
+    percent = 100 * part / whole
+    return "<0.1 %" if 0 < percent < 0.1 else f"{percent:.3g} %"

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from flashdig.readers.breakdown import Pass, time_class
+from flashdig.readers.attribution import AttentionCall
+from flashdig.readers.breakdown import TIME_CLASSES, time_class
 from flashdig.readers.kernel_names import decode
 from flashdig.readers.model import DeviceEvent, Kernel, Trace
 from flashdig.readers.summary import TraceSummary
@@ -108,10 +109,9 @@ def _picture(
     scale = WIDTH / max(1, end_ns - start_ns)
     styles = backend_styles(summary)
     owner = {event: call for call in summary.attention_calls for event in call.events}
-    attention: dict[DeviceEvent, Pass] = {event: call.pass_ for event, call in owner.items()}
     calls, host = [], []
     for call in summary.attention_calls:
-        style, text = styles[call.backend], f"{call.backend} {call.pass_}"
+        style, text = _call_style(call, styles), f"{call.backend} {call.pass_}"
         if call.parts:
             end = max(event.end_ns for event in call.events)
             calls.append(_Span(call.start_ns, end, style, call.describe(), call.backend))
@@ -132,14 +132,22 @@ def _picture(
         name = "no stream" if stream < 0 else f"stream {stream}"
         spans = []
         for event in streams[device, stream]:
+            # a part of an eager attention shows what it is; the lane above shows whose it is
+            own = time_class(event, {})
             owned = owner.get(event)
-            style = styles[owned.backend] if owned else f"class-{time_class(event, attention)}"
+            style = f"class-{own}"
+            if owned is not None and own.startswith("attention"):
+                style = _call_style(owned, styles)
             words = decode(event.name).words if isinstance(event, Kernel) else event.name
             spans.append(_Span(event.start_ns, event.end_ns, style, words))
         label = f"GPU {device} {name}" if several_devices else name
         lanes.append(Lane(label, _boxes(spans, start_ns, end_ns, scale)))
     lanes = [lane for lane in lanes if lane.boxes]
     return Timeline(title, lanes, _ticks(end_ns - start_ns, scale))
+
+
+def _call_style(call: AttentionCall, styles: Mapping[str, str]) -> str:
+    return f"{styles[call.backend]} {call.pass_}"
 
 
 def _boxes(spans: Iterable[_Span], start_ns: int, end_ns: int, scale: float) -> list[Box]:
@@ -182,11 +190,15 @@ def _ticks(length_ns: int, scale: float) -> list[Tick]:
     ]
 
 
-def legend(summary: TraceSummary, pictured: Mapping[str, str]) -> list[tuple[str, str]]:
+def legend(summary: TraceSummary) -> list[tuple[str, str]]:
     """(style, words) of everything that is coloured: backends first, then classes of work."""
-    entries = [(style, backend) for backend, style in pictured.items()]
-    present = {name for breakdown in summary.breakdowns for name in breakdown.total.by_class}
-    for name in sorted(present):
-        if not name.startswith("attention"):
-            entries.append((f"class-{name}", name))
-    return entries
+    entries = [(style, backend) for backend, style in backend_styles(summary).items()]
+    present: set[str] = {
+        name for breakdown in summary.breakdowns for name in breakdown.total.by_class
+    }
+    present |= {row.role for row in summary.kernels}
+    return entries + [
+        (f"class-{name}", name)
+        for name in TIME_CLASSES
+        if name in present and not name.startswith("attention")
+    ]

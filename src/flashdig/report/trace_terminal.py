@@ -10,11 +10,13 @@ from rich.table import Table
 
 from flashdig.readers.breakdown import TIME_CLASSES, DeviceBreakdown, Shares
 from flashdig.readers.compare import Comparison, Difference
+from flashdig.readers.kernel_names import decode
 from flashdig.readers.summary import AttentionGroup, TraceSummary
 from flashdig.report.quantities import duration, share
 from flashdig.report.trace_words import (
     CLASS_WORDS,
     comparison_words,
+    group_parts,
     host_words,
     origin_words,
     verdict,
@@ -78,8 +80,9 @@ def _print_attention(groups: Sequence[AttentionGroup], console: Console) -> None
         path = group.first.module_path
         if path:
             words += f" in {path[-1]}"
+        parts = group_parts(group)
         table.add_row(
-            escape(words),
+            escape(words) + (f"\n[dim]  {escape(parts)}[/dim]" if parts else ""),
             f"{group.count:,}",
             kernels,
             _time(group.median_device_ns),
@@ -98,7 +101,7 @@ def _print_breakdown(breakdown: DeviceBreakdown, several: bool, console: Console
     title = "Where device time went"
     _heading(f"{title}, GPU {breakdown.device}" if several else title, console)
     names = [name for name in TIME_CLASSES if breakdown.total.by_class.get(name)]
-    table = _table("", *(["per step", "median"] if breakdown.steps else ["time"]), "of busy")
+    table = _table("", *(["mean a step", "median"] if breakdown.steps else ["time"]), "of busy")
     shares = [step.shares for step in breakdown.steps if step.window.events]
     for name in names:
         total = breakdown.total.by_class[name]
@@ -209,9 +212,11 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
     unit = "a step (mean)" if comparison.per_step else "in all"
     _print_differences(f"Counts {unit}", comparison.counts, False, console)
     _print_differences("One attention call (median)", comparison.attention, True, console)
-    _print_differences(
-        f"Kernels that changed most, {unit}", comparison.kernels[:_MOST_KERNELS], True, console
-    )
+    kernels = [
+        Difference(decode(entry.name).words, entry.before, entry.after)
+        for entry in comparison.kernels[:_MOST_KERNELS]
+    ]
+    _print_differences(f"Kernels that changed most, {unit}", kernels, True, console)
 
 
 def _print_differences(
@@ -223,7 +228,7 @@ def _print_differences(
     table = _table("", "before", "after", "ratio")
     for entry in entries:
         table.add_row(
-            escape(CLASS_WORDS.get(entry.name, entry.name)[:100]),
+            escape(CLASS_WORDS.get(entry.name, entry.name)),
             _time(entry.before) if are_times else _count(entry.before),
             _time(entry.after) if are_times else _count(entry.after),
             "" if entry.ratio is None else f"{entry.ratio:.3g}",

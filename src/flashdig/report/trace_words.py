@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flashdig.readers.compare import Comparison
 from flashdig.readers.host_cost import HostCost
-from flashdig.readers.summary import TraceSummary
+from flashdig.readers.summary import AttentionGroup, TraceSummary
 from flashdig.report.quantities import duration, share
 
 CLASS_WORDS = {
@@ -123,3 +123,11 @@ def comparison_words(comparison: Comparison) -> str:
     if busy.ratio < 1:
         return f"Device time of {what} fell from {change}: {1 / busy.ratio:.3g} times faster."
     return f"Device time of {what} rose from {change}: {busy.ratio:.3g} times slower."
+
+
+def group_parts(group: AttentionGroup) -> str:
+    """What the parts of one call cost, or '' where it is a single kernel."""
+    parts = group.parts_ns
+    if len(parts) < 2:
+        return ""
+    return ", ".join(f"{label} {duration(time)}" for label, time in parts.items())
