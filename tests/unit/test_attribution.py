@@ -18,7 +18,15 @@ from hypothesis import strategies as st
 from flashdig.problem import Mask
 from flashdig.readers.attribution import AttentionCall, MaskUse, Sizes, attention_calls
 from flashdig.readers.kernel_names import decode
-from flashdig.readers.model import Copy, HostOp, Kernel, Launch, LaunchConfiguration, Trace
+from flashdig.readers.model import (
+    Copy,
+    HostOp,
+    Kernel,
+    Launch,
+    LaunchConfiguration,
+    OperatorInputs,
+    Trace,
+)
 from flashdig.readers.trace import read_kineto
 
 DATA = Path(__file__).parent.parent / "data" / "traces"
@@ -293,6 +301,46 @@ def test_kernels_of_a_graph_launch_count_one_by_one() -> None:
     for kernel in trace.kernels:
         kernel.launch, kernel.correlation = launch, 77
     assert [c.backend for c in attention_calls(trace)] == ["eager", "flash_attention_2"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "mask", "words"),
+    [
+        (("True", "-1", "-1", "0"), BOTTOM_RIGHT, ", causal"),
+        (("False", "-1", "-1", "0"), NO_MASK, ""),
+        (
+            ("True", "128", "0", "0"),
+            MaskUse("causal", "bottom-right", (128, 0)),
+            ", causal, window 128 to 0",
+        ),
+        (
+            ("False", "64", "-1", "0"),
+            MaskUse("window", "bottom-right", (64, None)),
+            ", window 64 to all",
+        ),
+        ((), MaskUse(), ""),
+    ],
+)
+def test_windows_of_flash_attention(arguments: tuple[str, ...], mask: MaskUse, words: str) -> None:
+    shape = (2, 256, 4, 64)
+    inputs = OperatorInputs(
+        shapes=(shape, shape, shape, *[()] * (1 + len(arguments))),
+        dtypes=("c10::Half",) * 3 + ("Scalar",) * (1 + len(arguments)),
+        values=("", "", "", "0.125", *arguments),
+    )
+    trace = Trace("made", "kineto")
+    trace.host_ops.append(
+        HostOp("flash_attn_3::_flash_attn_forward", "operator", 0, 9, 1, inputs=inputs)
+    )
+    (call,) = attention_calls(trace)
+    assert call.mask == mask
+    assert call.describe() == (
+        "flash_attention_3 forward: batch 2, heads 4, seqlen 256, head_dim 64, float16" + words
+    )
+    problem = call.problem()
+    assert problem is not None
+    if mask.window == (128, 0):
+        assert problem.mask == Mask(128, 0)
 
 
 JUNK = st.sampled_from(

@@ -8,7 +8,7 @@ from typing import Literal
 from flashdig.problem import DTYPE_BYTES, Alignment, AttentionProblem, Mask
 from flashdig.readers.model import DeviceEvent, HostOp
 
-MaskKind = Literal["none", "causal", "tensor", "block", "unknown"]
+MaskKind = Literal["none", "causal", "window", "tensor", "block", "unknown"]
 PartLabel = Literal[
     "attention",
     "helper",
@@ -57,13 +57,15 @@ class Sizes:
 class MaskUse:
     """What hides keys from queries.
 
-    `kind`: "none", "causal" (by an argument or the kernel's own flag), "tensor" (a mask or bias is
-    read; what it hides is not recorded), "block" (FlexAttention's block mask), "unknown".
-    `alignment` says where the causal diagonal starts when the lengths differ.
+    `kind`: "none", "causal" (by an argument or the kernel's own flag), "window" (a window and not
+    causal), "tensor" (a mask or bias is read; what it hides is not recorded), "block"
+    (FlexAttention's block mask), "unknown". `alignment` says where the causal diagonal starts when
+    the lengths differ. `window` is (left, right) as recorded, None for unlimited.
     """
 
     kind: MaskKind = "unknown"
     alignment: Alignment | None = None
+    window: tuple[int | None, int | None] | None = None
 
     @property
     def causal(self) -> bool | None:
@@ -169,7 +171,7 @@ class AttentionCall:
             head_dim=s.head_dim,
             head_dim_v=head_dim_v,
             dtype=s.dtype,
-            mask=Mask.from_arguments(causal or False),
+            mask=Mask.from_arguments(causal or False, self.mask.window),
             dropout=bool(self.dropout),
         )
 
@@ -183,7 +185,11 @@ class AttentionCall:
         if s.dtype is not None:
             text += f", {s.dtype}"
         words = {"causal": ", causal", "tensor": ", mask tensor", "block": ", block mask"}
-        return text + words.get(self.mask.kind, "")
+        text += words.get(self.mask.kind, "")
+        if self.mask.window is not None:
+            left, right = ("all" if side is None else side for side in self.mask.window)
+            text += f", window {left} to {right}"
+        return text
 
     def _batch_and_heads(self) -> str:
         s = self.sizes

@@ -188,10 +188,14 @@ def read_mask(op: HostOp) -> MaskUse:
     signature = _SIGNATURES.get(op.name)
     if signature is None:
         # flash-attn's interfaces differ, but causal is the first flag in all of them
-        flags = [value for value in op.inputs.values if value in ("True", "False")]
-        if not flags:
+        values = op.inputs.values
+        at = next((i for i, value in enumerate(values) if value in ("True", "False")), None)
+        if at is None:
             return MaskUse()
-        return MaskUse("causal", "bottom-right") if flags[0] == "True" else MaskUse("none")
+        window = _window(values[at + 1 : at + 3]) if "::" in op.name else None
+        if values[at] == "True":
+            return MaskUse("causal", "bottom-right", window)
+        return MaskUse("none") if window is None else MaskUse("window", "bottom-right", window)
     mask = signature.mask
     shapes = tensors(op)
     if mask is not None and mask < len(shapes) and shapes[mask] is not None:
@@ -202,6 +206,14 @@ def read_mask(op: HostOp) -> MaskUse:
     if value == "2":  # _efficient_attention_forward's custom_mask_type
         return MaskUse("causal", "bottom-right")
     return MaskUse("none") if value in ("False", "0") else MaskUse()
+
+
+def _window(sides: tuple[str, ...]) -> tuple[int | None, int | None] | None:
+    """window_size_left and _right, which follow `causal`; None where nothing is limited."""
+    if len(sides) < 2 or not all(re.fullmatch(r"-1|[0-9]{1,9}", side) for side in sides):
+        return None
+    left, right = (None if side == "-1" else int(side) for side in sides)
+    return None if left is None and right is None else (left, right)
 
 
 def read_dropout(op: HostOp) -> bool | None:

@@ -99,7 +99,7 @@ def _flash_attention_2(symbol: Symbol) -> KernelName:
         dtype = next((DTYPES[a.rsplit("::", 1)[-1]] for a in traits if _is_dtype(a)), None)
     head_dim, rows, keys, warps = (number(traits, i) for i in range(4))
     tile = (rows, keys) if rows is not None and keys is not None else None
-    causal = None if causal_at is None else flag(symbol.arguments, 1 + causal_at)
+    causal = None if causal_at is None else _causal(symbol.arguments, 1 + causal_at)
     matmuls = role != "attention_part"
     whose = "FlashAttention-2 inside PyTorch" if in_torch else "FlashAttention-2"
     return KernelName(
@@ -127,6 +127,11 @@ def _flash_attention_2(symbol: Symbol) -> KernelName:
 
 def _is_dtype(argument: str) -> bool:
     return argument.rsplit("::", 1)[-1] in DTYPES and not argument.isdigit()
+
+
+def _causal(arguments: tuple[str, ...], position: int) -> bool | None:
+    """Is_causal, unless Is_local behind it is set: a causal window is compiled as a local one."""
+    return None if flag(arguments, position + 1) else flag(arguments, position)
 
 
 def _causal_words(causal: bool | None) -> str:
@@ -203,7 +208,7 @@ class _FA3Mainloop:
             (DTYPES[a] for a in arguments if a.startswith("cutlass::") and a in DTYPES), None
         )
         arch_at = next((i for i, a in enumerate(arguments) if "arch::Sm" in a), None)
-        self.causal = None if arch_at is None else flag(arguments, arch_at + 1)
+        self.causal = None if arch_at is None else _causal(arguments, arch_at + 1)
         stages = number(arguments, 0)
         scheduler = re.search(r"flash::(\w*Scheduler)<", symbol.text)
         words = [
