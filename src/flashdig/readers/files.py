@@ -38,7 +38,12 @@ def read_traces(
             traces.extend(read_nsys(path))
         else:
             report = _report_for(path, progress)
-            traces.append(read_kineto(path, allow_large=allow_large, progress=report))
+            trace = read_kineto(path, allow_large=allow_large, progress=report)
+            if not (trace.kernels or trace.copies or trace.host_ops or trace.launches):
+                raise UnreadableFileError(
+                    f"{trace.source}: a trace, but with no events of a PyTorch profiler in it"
+                )
+            traces.append(trace)
     _give_ranks(traces)
     traces.sort(key=lambda trace: trace.rank)
     return traces
