@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashdig.bench import gate
-from flashdig.bench.gate import check, naive_rounded, poison, poisoned_allocator
+from flashdig.bench.gate import (
+    check,
+    float64_reference,
+    naive_rounded,
+    poison,
+    poisoned_allocator,
+)
 from flashdig.kernels.reference import reference_attention
 
 
@@ -124,6 +130,28 @@ def test_the_gate_means_what_the_oracle_means(causal, seqlen_q, seqlen_k) -> Non
     assert result.error < 1e-12
 
 
+def test_one_reference_judges_any_number_of_outputs() -> None:
+    (q, k, v), out, lse = right_answer(seqlen_q=40, seqlen_k=24)
+    reference = float64_reference(q, k, v, causal=True, pairs=[(0, 1), (1, 3)])
+    assert reference.out.shape == (2, 40, 8)
+    for candidate in (out, out * 1.02, naive_rounded(q, k, v, causal=True), out[:, :1]):
+        for candidate_lse in (lse, lse + 1, None):
+            direct = check(
+                candidate, q, k, v, causal=True, lse=candidate_lse, pairs=[(0, 1), (1, 3)]
+            )
+            assert reference.check(candidate, candidate_lse) == direct
+    assert reference.check(out, lse).ok
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_eager_products_are_rounded_like_torchs_own(dtype) -> None:
+    a, b = torch.randn(3, 50, 40).to(dtype), torch.randn(3, 40, 30).to(dtype)
+    found = gate._matmul_rounded(a, b)
+    assert found.dtype == dtype
+    one_bit = torch.finfo(dtype).eps
+    torch.testing.assert_close(found, a @ b, rtol=one_bit, atol=one_bit / 8)
+
+
 def test_errors_are_refused_above_the_budget_and_only_there() -> None:
     (q, k, v), out, _ = right_answer(dtype=torch.float32)
     exact = float64_attention(q, k, v, True)[0]
@@ -179,7 +207,7 @@ def test_nan_anywhere_is_refused_even_in_pairs_that_are_not_compared() -> None:
         (lambda out, lse: (out, lse[:, :, None]), "lse has shape"),
         (lambda out, lse: (out, lse.half()), "lse is torch.float16"),
         (lambda out, lse: (out, lse / math.log(2)), "lse error"),
-        (lambda out, lse: (out, lse + 2e-3), "lse error"),
+        (lambda out, lse: (out, lse + 8e-4), "lse error"),
         (lambda out, lse: (out, lse.masked_fill(lse == lse.max(), math.inf)), "lse has NaN or inf"),
         (lambda out, lse: (out, lse.masked_fill(lse == lse.max(), -math.inf)), "lse has NaN or"),
     ],
@@ -286,8 +314,8 @@ def test_only_the_named_pairs_are_compared() -> None:
     assert result.checked == "2 of 8 (batch, head) pairs: (0, 3), (1, 2)"
 
 
-@settings(deadline=None, max_examples=40)
-@given(st.integers(1, 3000), st.booleans(), st.sampled_from(LENGTHS))
+@settings(deadline=None, max_examples=15)
+@given(st.integers(100, 5000), st.booleans(), st.sampled_from(LENGTHS))
 def test_chunks_do_not_change_the_verdict(chunk, causal, lengths) -> None:
     q, k, v = inputs(seqlen_q=lengths[0], seqlen_k=lengths[1], head_dim=4, head_dim_v=4)
     out, lse = float64_attention(q, k, v, causal)
@@ -311,17 +339,18 @@ class LargestTensor(TorchDispatchMode):
 
 
 def test_memory_is_bounded_by_the_chunk(monkeypatch) -> None:
-    monkeypatch.setattr(gate, "CHUNK_SCORES", 4096)
-    q, k, v = inputs(batch=1, heads=6, heads_kv=6, seqlen_q=256, seqlen_k=200, head_dim=8)
-    out = torch.zeros(1, 6, 256, 8).half()
+    chunk = 16384
+    monkeypatch.setattr(gate, "CHUNK_SCORES", chunk)
+    q, k, v = inputs(batch=1, heads=3, heads_kv=3, seqlen_q=256, seqlen_k=200, head_dim=8)
+    out = torch.zeros(1, 3, 256, 8).half()
     with LargestTensor() as seen:
         check(out, q, k, v, causal=False)
-    # the whole output is looked at for NaN (12,288 values); the 307,200 scores never exist at once
-    assert seen.largest <= max(4096, out.numel())
-    q, k, v = inputs(batch=64, heads=8, heads_kv=8, seqlen_q=1, seqlen_k=64, head_dim=16)
-    with LargestTensor() as seen:  # one token: keys, not scores, are what is large
-        check(torch.zeros(64, 8, 1, 8).half(), q, k, v, causal=False)
-    assert seen.largest <= 4096
+    # 153,600 scores, never at once
+    assert seen.largest <= chunk
+    q, k, v = inputs(batch=16, heads=8, heads_kv=8, seqlen_q=1, seqlen_k=64, head_dim=16)
+    with LargestTensor() as seen:  # one token: 131,072 values of the keys are what is large
+        check(torch.zeros(16, 8, 1, 8).half(), q, k, v, causal=False)
+    assert seen.largest <= chunk
 
 
 @pytest.mark.parametrize(

@@ -101,6 +101,7 @@ FIELDS: dict[str, Rule] = {
     "tensor_utilisation": AMOUNT,
     "peak_bytes": COUNT,
     "error": AMOUNT,
+    "eager_difference": AMOUNT,
     "predicted": OBJECT,
     "gate": TEXT,
     "cases": COUNT,
