@@ -14,6 +14,8 @@ ASSUMED_MATMUL_FRACTION = 0.80
 ASSUMED_COPY_FRACTION = 0.85
 ASSUMED_READ_FRACTION = 0.90
 ASSUMED_EXP2_FRACTION = 0.95
+# The least that any kernel lasts: a fill of one number in profiler traces of an H200, 2026-11-29.
+KERNEL_START_S = 0.8e-6
 
 
 @dataclass(frozen=True)

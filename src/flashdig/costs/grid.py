@@ -62,22 +62,24 @@ def causal_imbalance(problem: AttentionProblem, block_m: int, block_n: int) -> f
     return max(tiles) / mean if mean else 1.0
 
 
-def makespan(durations: Sequence[float], workers: int) -> float:
+def makespan(durations: Sequence[float], workers: int, repeats: int = 1) -> float:
     """Time until the last program ends when each free worker takes the next one in order.
 
-    Exact up to 65,536 programs; beyond, where the tail no longer matters, the mean load and half of
-    the longest program.
+    The programs are `durations`, `repeats` times over. Exact up to 65,536 programs; beyond, where
+    the tail hardly matters, the bound of list scheduling: the mean load and the longest program.
     """
     if workers < 1:
         raise ValueError(f"workers must be >= 1, got {workers}")
-    if not durations:
+    count = len(durations) * repeats
+    if count == 0:
         return 0.0
-    if len(durations) <= workers:
+    if count <= workers:
         return max(durations)
-    if len(durations) > _MOST_SIMULATED:
-        return sum(durations) / workers + max(durations) / 2
-    free_at = list(durations[:workers])
+    if count > _MOST_SIMULATED:
+        return repeats * sum(durations) / workers + max(durations)
+    programs = [*durations] * repeats
+    free_at = programs[:workers]
     heapq.heapify(free_at)
-    for duration in durations[workers:]:
+    for duration in programs[workers:]:
         heapq.heapreplace(free_at, free_at[0] + duration)
     return max(free_at)

@@ -7,6 +7,7 @@ import math
 
 from flashdig.costs import flops as flop_counts
 from flashdig.costs import l2
+from flashdig.costs.efficiency import KERNEL_START_S
 from flashdig.costs.grid import makespan, v1_programs
 from flashdig.costs.pipes import inner_iteration
 from flashdig.costs.prediction import Prediction, Question
@@ -36,7 +37,9 @@ def predict_tiled(question: Question, tile: Tile | None = None) -> Prediction:
     backward = question.direction == "backward"
 
     iterations = iterations_per_program(question, tile)
-    busy_fraction = min(1.0, len(iterations) / device.sm_count) if iterations else 1.0
+    heads = problem.batch * problem.num_heads
+    programs = heads * len(iterations)
+    busy_fraction = min(1.0, programs / device.sm_count) if programs else 1.0
     # what is worked on in whole: all pairs if the loops do not skip
     worked = problem if schedule.skips_masked_tiles else problem.replace(mask=Mask())
     worked_flops = flop_counts.direction_flops(worked, question.direction)
@@ -73,7 +76,7 @@ def predict_tiled(question: Question, tile: Tile | None = None) -> Prediction:
     )
     iteration_s = iteration_s / question.expected_clock_hz + _wait_per_iteration(question)
     start_s = _wait_per_program(question)
-    compute_s = makespan([start_s + n * iteration_s for n in iterations], device.sm_count)
+    compute_s = makespan([start_s + n * iteration_s for n in iterations], device.sm_count, heads)
     issued, memory = _traffic(question, tile)
     around = _traffic_around(question)
     memory_s, around_s = (
@@ -86,11 +89,12 @@ def predict_tiled(question: Question, tile: Tile | None = None) -> Prediction:
         expected_s = compute_s + memory_s + around_s
     else:
         expected_s = max(compute_s, memory_s) + around_s
+    kernels = _kernel_count(question)
+    expected_s += kernels * KERNEL_START_S
 
     visits = visited_tiles(
         problem, tile.block_m, tile.block_n, skip_masked_tiles=schedule.skips_masked_tiles
     )
-    heads = problem.batch * problem.num_heads
     one_pair = worked_flops // worked.visible_pairs if worked.visible_pairs else 0
     return Prediction(
         problem=problem,
@@ -110,29 +114,28 @@ def predict_tiled(question: Question, tile: Tile | None = None) -> Prediction:
         issued=issued + around,
         memory=memory + around,
         roofs=floor,
-        kernels=_kernel_count(question),
+        kernels=kernels,
         scratch_bytes=_scratch_bytes(question),
         pipes=cycles.pipes,
-        programs=len(iterations),
-        waves=len(iterations) / (device.sm_count * schedule.blocks_per_sm),
+        programs=programs,
+        waves=programs / (device.sm_count * schedule.blocks_per_sm),
         notes=notes,
     )
 
 
 def iterations_per_program(question: Question, tile: Tile) -> list[int]:
-    """Inner iterations of each program of the grid, in launch order."""
+    """Inner iterations of the programs of one head, in launch order; heads follow each other."""
     problem = question.problem
-    heads = problem.batch * problem.num_heads
     if question.schedule.loops == "keys outside":
         visits = visited_tiles(problem, tile.block_m, tile.block_n, skip_masked_tiles=False)
-        return [visits.tiles] * v1_programs(problem)
+        return [visits.tiles]
     tiles = tiles_per_program(problem, tile.block_m, tile.block_n)
     if question.direction == "backward":
         # a program for each key tile: the same tiles, counted along the other side
         count = math.ceil(problem.seqlen_k / tile.block_n)
         longest = max(tiles, default=0) * len(tiles) / count if count else 0.0
         tiles = _falling(sum(tiles), count, longest)
-    return tiles * heads
+    return tiles
 
 
 def _wait_per_program(question: Question) -> float:
@@ -146,8 +149,8 @@ def _wait_per_iteration(question: Question) -> float:
     """With the keys outside, every step loads the O that an earlier step has stored."""
     if question.schedule.loops != "keys outside":
         return 0.0
-    blocks = v1_programs(question.problem) / question.device.sm_count
-    return ASSUMED_MEMORY_LATENCY_S / min(question.schedule.blocks_per_sm, max(1.0, blocks))
+    blocks = math.ceil(v1_programs(question.problem) / question.device.sm_count)
+    return ASSUMED_MEMORY_LATENCY_S / min(question.schedule.blocks_per_sm, max(1, blocks))
 
 
 def _falling(total: int, count: int, longest: float) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flashdig.costs import flops as flop_counts
 from flashdig.costs import unfused
-from flashdig.costs.efficiency import efficiency
+from flashdig.costs.efficiency import KERNEL_START_S, efficiency
 from flashdig.costs.l2 import least_miss_fraction
 from flashdig.costs.prediction import Prediction, Question
 from flashdig.costs.roofline import Roofs, roofs
@@ -23,7 +23,7 @@ def predict_unfused(question: Question) -> Prediction:
         own = _roofs(kernel, question)
         floor += own
         floor_s += own.floor_s
-        seconds = _expected_s(kernel, question)
+        seconds = max(KERNEL_START_S, own.floor_s, _expected_s(kernel, question))
         expected_s += seconds
         seconds_by_name[kernel.name] = seconds_by_name.get(kernel.name, 0.0) + seconds
     scores_bytes = next(k.store_bytes for k in kernels if k.kind == "matmul")
