@@ -211,7 +211,7 @@ def test_readable() -> None:
     assert readable("_ZN5aiter19fmha_fwd_hd128_bf16E") == "aiter::fmha_fwd_hd128_bf16"
     assert readable("not_mangled") == "not_mangled"
     assert readable("_ZN8internal5gemvx6kernelIii6__halfS2_fLb0ELin7E") == (
-        "internal::gemvx::kernel<int, int, __half, S, float, false, -7>"
+        "internal::gemvx::kernel<int, int, __half, __half, float, false, -7>"
     )
 
 

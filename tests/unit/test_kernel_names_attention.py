@@ -273,3 +273,21 @@ def test_mangled_and_demangled_forms_agree() -> None:
         "false, true, false, false, true, true, false, false>(Flash_fwd_params)"
     )
     assert mangled.words == demangled.words
+
+
+# g++'s own mangling of FlashAttention-3's template, declared with the recorded name's arguments
+MANGLED_FLASH_ATTENTION_3 = (
+    "_ZN7cutlass13device_kernelIN5flash11enable_sm90INS1_16FlashAttnFwdSm90INS1_25CollectiveMainloop"
+    "FwdSm90ILi2EN4cute5tupleIJNS5_1CILi1EEES8_S8_EEENS6_IJNS7_ILi192EEENS7_ILi128EEENS7_ILi64EEEEEE"
+    "Li64ENS_10bfloat16_tEfNS_4arch4Sm90EJLb1ELb0ELb0EEEENS1_21CollectiveEpilogueFwdINS6_IJSA_SC_SB_"
+    "EEES9_SE_SG_Li384EJLb0EEEENS1_30DynamicPersistentTileSchedulerILi384ELi32EJLb0EEEEEEEEEEvNT_6Par"
+    "amsE"
+)
+
+
+def test_references_inside_of_mangled_names_are_followed() -> None:
+    mangled = decode(MANGLED_FLASH_ATTENTION_3)
+    recorded = find("void cutlass::device_kernel<flash::enable_sm90<flash::FlashAttnFwdSm90")
+    assert mangled.words == recorded.words
+    assert mangled.tile == (192, 128)
+    assert mangled.causal is True

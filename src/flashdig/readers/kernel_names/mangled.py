@@ -1,8 +1,9 @@
 """Mangled C++ names made readable, as far as decoding a kernel needs it.
 
-A small reader of the Itanium C++ ABI: qualified names, template arguments and literals, which is
-what the families look at. Repeated parts (substitutions) come out as 'S', the types of the call's
-arguments are dropped, and a name that is cut or strange comes back as far as it could be read.
+A small reader of the Itanium C++ ABI (https://itanium-cxx-abi.github.io/cxx-abi/abi.html#mangling):
+qualified names, template arguments, literals and substitutions, which is what the families look
+at. Pointers and qualifiers are left out, as are the types of the call's arguments, and a name that
+is cut or strange comes back as far as it could be read.
 """
 
 from __future__ import annotations
@@ -28,7 +29,18 @@ _BUILTIN = {
     "z": "...",
 }
 _EXTENDED = {"DF16_": "half", "DF16b": "bfloat16", "Dh": "half", "Dn": "nullptr_t"}
+_STANDARD = {
+    "a": "std::allocator",
+    "b": "std::basic_string",
+    "s": "std::string",
+    "i": "std::istream",
+    "o": "std::ostream",
+    "d": "std::iostream",
+}
 _MAX_DEPTH = 200
+# a hostile name could repeat what it repeats; real ones are far below
+_MAX_SEEN = 2000
+_MAX_TEXT = 20_000
 
 
 class _UnreadableError(Exception):
@@ -56,7 +68,10 @@ def readable(name: str) -> str:
 
 
 class _Reader:
-    """Reads from left to right and writes to `out` as it goes."""
+    """Reads from left to right and writes to `out` as it goes.
+
+    `seen` holds what later parts of the name may refer back to, in the ABI's order.
+    """
 
     def __init__(self, mangled: str) -> None:
         self.text = mangled
@@ -64,6 +79,7 @@ class _Reader:
         self.depth = 0
         self.open_templates = 0
         self.out: list[str] = []
+        self.seen: list[str] = []
 
     def peek(self, letters: str) -> bool:
         return self.text.startswith(letters, self.at)
@@ -81,11 +97,21 @@ class _Reader:
         between, self.at = self.text[self.at : end], end + 1
         return between
 
-    def until_end(self, read: Callable[[], None], separator: str) -> None:
-        """Repeat `read` up to the closing E, writing `separator` in between."""
+    def remember(self, start: int) -> None:
+        """What was written since `start` may be referred to from here on."""
+        text = "".join(self.out[start:])
+        if len(self.seen) >= _MAX_SEEN or len(text) > _MAX_TEXT:
+            raise _UnreadableError
+        self.seen.append(text)
+
+    def deeper(self) -> None:
         self.depth += 1
         if self.depth > _MAX_DEPTH:
             raise _UnreadableError
+
+    def until_end(self, read: Callable[[], None], separator: str) -> None:
+        """Repeat `read` up to the closing E, writing `separator` in between."""
+        self.deeper()
         first = True
         while self.letter() != "E":
             if not first:
@@ -95,24 +121,56 @@ class _Reader:
         self.at += 1
         self.depth -= 1
 
-    def name(self) -> None:
+    def name(self, *, is_type: bool = False) -> None:
+        """A name. A type's whole name may be referred to later, a function's may not."""
+        self.deeper()
+        start = len(self.out)
         if self.peek("N"):
-            self.nested()
-        elif self.peek("Z"):
-            self.local()
+            self.nested(is_type=is_type)
+        elif self.peek("S") and not self.peek("St"):
+            self.substitution()
+            if self.peek("I"):
+                self.template()
+                if is_type:
+                    self.remember(start)
         else:
-            self.part()
-            self.template()
+            if self.peek("Z"):
+                self.local()
+            elif self.peek("St"):
+                self.at += 2
+                self.out.append("std::")
+                self.part()
+            else:
+                self.part()
+            if self.peek("I"):
+                self.remember(start)
+                self.template()
+            if is_type:
+                self.remember(start)
+        self.depth -= 1
 
-    def nested(self) -> None:
+    def nested(self, *, is_type: bool) -> None:
         self.at += 1
         while self.letter() in "KVrRO":
             self.at += 1
-        self.until_end(self.part_with_template, "::")
-
-    def part_with_template(self) -> None:
-        self.part()
-        self.template()
+        start = len(self.out)
+        while self.letter() != "E":
+            if self.peek("I"):
+                self.template()
+            else:
+                if len(self.out) > start:
+                    self.out.append("::")
+                if self.peek("St"):
+                    self.at += 2
+                    self.out.append("std")
+                    continue
+                if self.peek("S"):
+                    self.substitution()
+                    continue
+                self.part()
+            if is_type or self.letter() != "E":
+                self.remember(start)
+        self.at += 1
 
     def local(self) -> None:
         """Something inside a function: the function's name, then the thing's."""
@@ -128,10 +186,8 @@ class _Reader:
 
     def part(self) -> None:
         letter = self.letter()
-        if letter.isdigit():
+        if letter in "0123456789":
             self.out.append(self.identifier())
-        elif letter == "S":
-            self.substitution()
         elif letter == "T":
             self.out.append("T")
             self.skip_through("_")
@@ -162,21 +218,22 @@ class _Reader:
         return "(anonymous namespace)" if word.startswith("_GLOBAL__N_") else word
 
     def substitution(self) -> None:
-        if self.peek("St"):
-            self.at += 2
-            self.out.append("std::")
-            if self.letter().isdigit():
-                self.out.append(self.identifier())
-        elif self.text[self.at + 1 : self.at + 2] in tuple("absiod"):
-            self.at += 2
-            self.out.append("std::string")
-        else:
-            self.skip_through("_")
-            self.out.append("S")
+        """S_ is the first thing seen, S0_ the second, in base 36; Sa, Ss, … are the library's."""
+        self.at += 1
+        if self.letter() in _STANDARD:
+            self.out.append(_STANDARD[self.letter()])
+            self.at += 1
+            return
+        digits = self.skip_through("_")
+        try:
+            place = int(digits, 36) + 1 if digits else 0
+        except ValueError as error:
+            raise _UnreadableError from error
+        if place >= len(self.seen):
+            raise _UnreadableError
+        self.out.append(self.seen[place])
 
     def template(self) -> None:
-        if not self.peek("I"):
-            return
         self.at += 1
         self.out.append("<")
         self.open_templates += 1
@@ -198,15 +255,14 @@ class _Reader:
 
     def literal(self) -> None:
         self.at += 1
+        start = len(self.out)
         if self.peek("_Z"):
             self.at += 2
-            start = len(self.out)
             self.name()
             del self.out[start:]
             self.out.append("function")
             self.skip_through("E")
             return
-        start = len(self.out)
         self.type()
         kind = "".join(self.out[start:])
         del self.out[start:]
@@ -216,27 +272,40 @@ class _Reader:
         self.out.append(value)
 
     def type(self) -> None:
-        self.depth += 1
-        if self.depth > _MAX_DEPTH:
-            raise _UnreadableError
+        self.deeper()
+        start = len(self.out)
         letter = self.letter()
-        if letter in "PROKVr":
+        if letter in "PRO":
             self.at += 1
             self.type()
+            self.remember(start)
+        elif letter in "rVK":
+            while self.letter() in "rVK":
+                self.at += 1
+            self.type()
+            self.remember(start)
         elif letter == "D":
             self.extended()
         elif letter == "F":
-            self.at += 1
-            self.until_end(self.type, ", ")
+            self.function_type()
+            self.remember(start)
         elif letter == "A":
             self.skip_through("_")
             self.type()
+            self.remember(start)
         elif letter in _BUILTIN:
             self.at += 1
             self.out.append(_BUILTIN[letter])
         else:
-            self.name()
+            self.name(is_type=True)
         self.depth -= 1
+
+    def function_type(self) -> None:
+        self.at += 1
+        self.type()
+        self.out.append("(")
+        self.until_end(self.type, ", ")
+        self.out.append(")")
 
     def extended(self) -> None:
         for letters, word in _EXTENDED.items():
@@ -246,5 +315,7 @@ class _Reader:
                 return
         if not self.peek("Dp"):
             raise _UnreadableError
+        start = len(self.out)
         self.at += 2
         self.type()
+        self.remember(start)
