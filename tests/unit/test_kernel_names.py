@@ -244,6 +244,12 @@ def test_any_string_decodes(name: str) -> None:
     assert k.tile is None or len(k.tile) in (2, 3)
 
 
+def test_what_a_name_does_not_say_stays_unknown() -> None:
+    k = decode("nvjet_sm90_xyz_128x128_64x4_2x1_v_bz_TNN")
+    assert (k.role, k.dtype, k.tensor_cores) == ("matmul", None, None)
+    assert find("cudnn_generated_fort_native_sdpa_sm90_flash_fprop").dtype is None
+
+
 def test_very_long_and_deep_names_decode_quickly() -> None:
     assert decode("void f<" * 100_000).name.startswith("void f<")
     assert decode("_Z" + "N1aI" * 50_000).family == "unknown"

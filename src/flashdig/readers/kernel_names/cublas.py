@@ -33,8 +33,9 @@ _NVJET = re.compile(
     r"(?P<m>\d{1,4})x(?P<n>\d{1,4})_(?P<k>\d{1,4})x(?P<stages>\d{1,3})_"
 )
 _NVJET_ANY = re.compile(r"^nvjet_(?:sm(?P<arch>\d{2,3})_)?(?P<types>[a-z]{3,6})_")
-# first letter of nvjet's type code: recordings of bf16 models show t, of fp16 ones h, of fp8 q
-_NVJET_TYPES = {"t": "bfloat16", "h": "float16", "q": "float8_e4m3fn", "s": "float32"}
+# first letter of nvjet's type code: recordings of bf16 models show t, of fp16 ones h, of fp8 q;
+# other letters are left unknown
+_NVJET_TYPES = {"t": "bfloat16", "h": "float16", "q": "float8_e4m3fn"}
 _CUTLASS = re.compile(
     r"cutlass(?:3x)?_(?:sm)?(?P<arch>\d{2,3})_(?P<unit>tensorop|simt|wmma_tensorop)_"
     r"(?P<middle>\w*?gemm)_?"
@@ -108,7 +109,7 @@ def _nvjet(symbol: Symbol) -> KernelName | None:
         dtype=dtype,
         tile=tile,
         arch=f"sm{whole['arch']}" if whole["arch"] else None,
-        tensor_cores=None if dtype == "float32" else True,
+        tensor_cores=None if dtype is None else True,
         pipeline=", ".join(pipeline) or None,
     )
 
