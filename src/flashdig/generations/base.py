@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from flashdig.costs.traffic import visited_tiles
+from flashdig.costs.traffic import Traffic, visited_tiles
 from flashdig.problem import AttentionProblem
 
 if TYPE_CHECKING:
@@ -26,21 +26,22 @@ class Prediction:
     """What one call is expected to do, written down before it runs.
 
     Attributes:
-        kernels: device kernels launched, memory sets included, copies apart; None where torch
+        kernels: device kernels launched, fills included, memory copies apart; None where torch
             decides.
-        load_bytes, store_bytes: bytes that the kernels' load and store instructions ask for
-            ("issued" traffic); None where the kernel is a library's and its instructions are not
+        traffic: bytes that all its launches load and store ("issued" traffic; for torch's own
+            kernels each tensor once); None for a fused library kernel, whose instructions are not
             ours to count.
+        triton: the Triton kernel's part of it, equal to what an interpreter run counts.
         matmul_flops: floating-point operations of the matrix products as executed, masked parts of
             visited tiles included.
         scratch_bytes: peak memory beyond inputs and output.
     """
 
     kernels: int | None
-    load_bytes: int | None
-    store_bytes: int | None
+    traffic: Traffic | None
     matmul_flops: int
     scratch_bytes: int
+    triton: Traffic | None = None
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ def unsupported_by_triton(problem: AttentionProblem, device_type: str) -> list[s
 
 
 def tiled_flops(problem: AttentionProblem, tile: Tiles, *, skip_masked_tiles: bool) -> int:
-    """FLOP of the two products as the tile loop executes them: whole tiles, masked parts and all."""
+    """FLOP of the two products as a tile loop executes them: whole tiles, masked parts too."""
     visits = visited_tiles(problem, tile.block_m, tile.block_n, skip_masked_tiles=skip_masked_tiles)
     pairs = problem.batch * problem.num_heads * visits.tiles * tile.block_m * tile.block_n
     return 2 * pairs * (problem.head_dim + problem.head_dim_v)

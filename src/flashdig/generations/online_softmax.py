@@ -15,7 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-from flashdig.costs.traffic import Traffic, tensor_bytes
+from flashdig.costs.traffic import tensor_bytes
+from flashdig.costs.unfused import issued, online_softmax_kernels
 from flashdig.generations.base import Generation, Prediction, unsupported_by_triton
 from flashdig.problem import AttentionProblem
 
@@ -25,8 +26,9 @@ BLOCK_N = 1024
 
 def kernel_name(specialization):
     c = specialization.constants
+    dtype = specialization.signature["scores_ptr"].removeprefix("*")
     mask = "causal" if c["IS_CAUSAL"] else "full"
-    return f"{NAME}_n{c['BLOCK_N']}_{mask}"
+    return f"{NAME}_{dtype}_n{c['BLOCK_N']}_{mask}"
 
 
 @triton.jit(repr=kernel_name)
@@ -83,29 +85,20 @@ def run(
         BLOCK_N=min(BLOCK_N, triton.next_power_of_2(seqlen_k)),
         IS_CAUSAL=causal,
     )
-    return scores @ v, lse
-
-
-def issued(problem: AttentionProblem) -> Traffic:
-    """Bytes that the softmax kernel asks for; the two products belong to torch."""
-    heads = problem.batch * problem.num_heads
-    size = problem.element_bytes
-    seen = heads * problem.mask.visible_pairs(problem.seqlen_q, problem.seqlen_k) * size
-    every = heads * problem.seqlen_q * problem.seqlen_k * size
-    return Traffic(load_bytes=2 * seen, store_bytes=every + tensor_bytes(problem).lse)
+    # 16-bit scores were rounded before the row was summed: their lse is not that of the problem
+    return scores @ v, lse if q.dtype == torch.float32 else None
 
 
 def predict(problem: AttentionProblem) -> Prediction:
-    softmax = issued(problem)
+    kernels = online_softmax_kernels(problem)
     scores = problem.batch * problem.num_heads * problem.seqlen_q * problem.seqlen_k
-    size = tensor_bytes(problem)
-    copies = 0 if problem.group_size == 1 else problem.group_size * (size.k + size.v)
+    copies = sum(k.store_bytes for k in kernels if k.name.startswith("repeat"))
     return Prediction(
-        kernels=3 if problem.group_size == 1 else None,
-        load_bytes=softmax.load_bytes,
-        store_bytes=softmax.store_bytes,
-        matmul_flops=2 * scores * (problem.head_dim + problem.head_dim_v),
-        scratch_bytes=scores * problem.element_bytes + size.lse + copies,
+        kernels=len(kernels),
+        traffic=issued(kernels),
+        triton=next(kernel.issued for kernel in kernels if kernel.name == "online softmax"),
+        matmul_flops=sum(kernel.matmul_flops for kernel in kernels),
+        scratch_bytes=scores * problem.element_bytes + tensor_bytes(problem).lse + copies,
     )
 
 

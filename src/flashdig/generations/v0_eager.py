@@ -1,5 +1,7 @@
-"""v0: attention out of torch's own operations, and torch's fused attention, as the profiling article
-runs them: naive, with the mask written in place, and scaled_dot_product_attention by each backend.
+"""v0: attention out of torch's own operations, and torch's fused attention by each backend.
+
+As the profiling article runs them: naive, with the mask written in place, and
+scaled_dot_product_attention held to one backend.
 
     scores = Q K^T            seqlen_q x seqlen_k in device memory
     scores = scores * scale   read and written again
@@ -14,20 +16,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from flashdig.costs.traffic import Traffic, tensor_bytes
+from flashdig.costs import unfused
+from flashdig.costs.flops import forward_flops
+from flashdig.costs.traffic import FLOAT32_BYTES, tensor_bytes
 from flashdig.generations.base import Generation, Prediction
 from flashdig.problem import AttentionProblem
 
 
 @functools.lru_cache(maxsize=4)
 def hidden_pairs(seqlen_q: int, seqlen_k: int, device: torch.device) -> torch.Tensor:
-    """Bool (seqlen_q, seqlen_k), True where causality hides the key; made once, as by the article."""
+    """Bool (seqlen_q, seqlen_k), True where causality hides the key; made once and kept."""
     ones = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=device)
     return ones.triu(1 + seqlen_k - seqlen_q)
 
@@ -68,39 +71,17 @@ def unsupported_by_eager(problem: AttentionProblem, device_type: str) -> list[st
     return []
 
 
-@dataclass(frozen=True)
-class EagerPass:
-    """One operation over the score matrix: how often it reads and writes it."""
-
-    reads: int
-    writes: int
-
-
-def predict_eager(problem: AttentionProblem, *, out_of_place_mask: bool) -> Prediction:
-    """Every operation reads and writes the whole score matrix once; a copy does so once more."""
-    size = tensor_bytes(problem)
-    group = problem.group_size
-    pairs = problem.batch * problem.num_heads * problem.seqlen_q * problem.seqlen_k
-    matrix = pairs * problem.element_bytes
-    passes = [EagerPass(0, 1), EagerPass(1, 1), EagerPass(1, 1), EagerPass(1, 0)]
-    mask_bytes = 0
-    if problem.causal:
-        passes.append(EagerPass(1, 1))
-        mask_bytes = problem.seqlen_q * problem.seqlen_k
-        if out_of_place_mask:
-            passes.append(EagerPass(1, 1))
-    copies = Traffic(size.k + size.v, group * (size.k + size.v)) if group > 1 else Traffic(0, 0)
-    matrices_alive = 3 if problem.causal and out_of_place_mask else 2
+def predict_eager(problem: AttentionProblem, *, in_place: bool) -> Prediction:
+    """Every operation reads and writes the whole score matrix; a copy does so once more."""
+    kernels = unfused.eager_kernels(problem, in_place=in_place)
+    scores = problem.batch * problem.num_heads * problem.seqlen_q * problem.seqlen_k
+    matrices_alive = 3 if problem.causal and not in_place else 2
+    copies = sum(k.store_bytes for k in kernels if k.name.startswith("repeat"))
     return Prediction(
-        kernels=(5 if problem.causal else 4) if group == 1 else None,
-        load_bytes=copies.load_bytes
-        + size.q
-        + group * (size.k + size.v)
-        + mask_bytes
-        + matrix * sum(step.reads for step in passes),
-        store_bytes=copies.store_bytes + size.o + matrix * sum(step.writes for step in passes),
-        matmul_flops=2 * pairs * (problem.head_dim + problem.head_dim_v),
-        scratch_bytes=matrices_alive * matrix + copies.store_bytes,
+        kernels=sum(kernel.kind != "copy" for kernel in kernels),
+        traffic=unfused.issued(kernels),
+        matmul_flops=sum(kernel.matmul_flops for kernel in kernels),
+        scratch_bytes=matrices_alive * scores * problem.element_bytes + copies,
     )
 
 
@@ -144,22 +125,21 @@ def predict_fused(problem: AttentionProblem) -> Prediction:
     """One kernel whose instructions are the library's; it does the products and keeps an lse."""
     return Prediction(
         kernels=1,
-        load_bytes=None,
-        store_bytes=None,
-        matmul_flops=2 * problem.visible_pairs * (problem.head_dim + problem.head_dim_v),
+        traffic=None,
+        matmul_flops=forward_flops(problem),
         scratch_bytes=tensor_bytes(problem).lse,
     )
 
 
 def predict_math(problem: AttentionProblem) -> Prediction:
-    """Twenty kernels when causal, as the article counts; float32 copies of everything for 16 bit."""
-    pairs = problem.batch * problem.num_heads * problem.seqlen_q * problem.seqlen_k
+    """Twenty kernels when causal, as the article counts; 16-bit input is copied to float32."""
+    kernels = unfused.sdpa_math_kernels(problem)
+    scores = problem.batch * problem.num_heads * problem.seqlen_q * problem.seqlen_k
     return Prediction(
-        kernels=20 if problem.causal and problem.element_bytes == 2 else None,
-        load_bytes=None,
-        store_bytes=None,
-        matmul_flops=2 * pairs * (problem.head_dim + problem.head_dim_v),
-        scratch_bytes=3 * pairs * 4,
+        kernels=len(kernels),
+        traffic=unfused.issued(kernels),
+        matmul_flops=sum(kernel.matmul_flops for kernel in kernels),
+        scratch_bytes=3 * scores * FLOAT32_BYTES,
     )
 
 
@@ -178,7 +158,7 @@ NAIVE = Generation(
     ),
     run=naive,
     unsupported=unsupported_by_eager,
-    predict=functools.partial(predict_eager, out_of_place_mask=True),
+    predict=functools.partial(predict_eager, in_place=False),
 )
 
 INPLACE = Generation(
@@ -189,7 +169,7 @@ INPLACE = Generation(
     claim="masked_fill_ writes where it stands: the copy of the matrix is gone, and its memory.",
     run=inplace,
     unsupported=unsupported_by_eager,
-    predict=functools.partial(predict_eager, out_of_place_mask=False),
+    predict=functools.partial(predict_eager, in_place=True),
 )
 
 SDPA_MATH = Generation(

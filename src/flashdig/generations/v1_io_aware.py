@@ -1,4 +1,4 @@
-"""v1: tiles and online softmax, so that the scores never leave the chip; the loops of the first paper.
+"""v1: tiles and online softmax, so that scores never leave the chip; the first paper's loops.
 
     one program = one (batch, head)             O, row_max, row_sum live in device memory
     for each tile of keys:                      K, V tile loaded once
@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from flashdig.costs import traffic
+from flashdig.costs.traffic import Traffic, tensor_bytes, v1_issued
 from flashdig.generations.base import (
     Generation,
     Prediction,
@@ -30,8 +30,9 @@ NAME = "flash_fwd_v1"
 
 def kernel_name(specialization):
     c = specialization.constants
+    dtype = specialization.signature["q_ptr"].removeprefix("*")
     mask = "causal" if c["IS_CAUSAL"] else "full"
-    return f"{NAME}_d{c['HEAD_DIM']}_m{c['BLOCK_M']}n{c['BLOCK_N']}_{mask}"
+    return f"{NAME}_{dtype}_d{c['HEAD_DIM']}_m{c['BLOCK_M']}n{c['BLOCK_N']}_{mask}"
 
 
 @triton.jit(repr=kernel_name)
@@ -133,15 +134,19 @@ def run(
 
 def predict(problem: AttentionProblem) -> Prediction:
     tile = tiles(problem.head_dim, problem.element_bytes)
-    issued = traffic.v1_issued(problem, tile.block_m, tile.block_n)
+    kernel = v1_issued(problem, tile.block_m, tile.block_n)
     rows = problem.batch * problem.num_heads * problem.seqlen_q
-    is_half = problem.element_bytes < 4
+    out_bytes = 4 * rows * problem.head_dim
+    fills = Traffic(0, out_bytes + 8 * rows)
+    rounding = Traffic(out_bytes, tensor_bytes(problem).o)
+    if problem.element_bytes == 4:
+        rounding = Traffic(0, 0)
     return Prediction(
-        kernels=4 + is_half,  # three fills, the kernel, and the rounding of O
-        load_bytes=issued.load_bytes,
-        store_bytes=issued.store_bytes,
+        kernels=4 if problem.element_bytes == 4 else 5,  # three fills, the kernel, the rounding
+        traffic=fills + kernel + rounding,
+        triton=kernel,
         matmul_flops=tiled_flops(problem, tile, skip_masked_tiles=False),
-        scratch_bytes=8 * rows + (4 * rows * problem.head_dim if is_half else 0),
+        scratch_bytes=8 * rows + (0 if problem.element_bytes == 4 else out_bytes),
     )
 
 

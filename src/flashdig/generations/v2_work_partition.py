@@ -11,11 +11,13 @@ article writes it in Triton; the second exhibit here is its variant with K trans
 Not here: backward, anything but full and causal masks.
 """
 
+import dataclasses
+
 import torch
 import triton
 import triton.language as tl
 
-from flashdig.costs import traffic
+from flashdig.costs.traffic import tensor_bytes, transpose_copy, v2_issued
 from flashdig.generations.base import (
     Generation,
     Prediction,
@@ -31,9 +33,10 @@ LOG2_E = 1.4426950408889634
 
 def kernel_name(specialization):
     c = specialization.constants
+    dtype = specialization.signature["q_ptr"].removeprefix("*")
     mask = "causal" if c["IS_CAUSAL"] else "full"
     variant = "_ktransposed" if c["K_IS_TRANSPOSED"] else ""
-    return f"{NAME}{variant}_d{c['HEAD_DIM']}_m{c['BLOCK_M']}n{c['BLOCK_N']}_{mask}"
+    return f"{NAME}{variant}_{dtype}_d{c['HEAD_DIM']}_m{c['BLOCK_M']}n{c['BLOCK_N']}_{mask}"
 
 
 @triton.jit(repr=kernel_name)
@@ -153,26 +156,24 @@ def run_transposed(
 
 def predict(problem: AttentionProblem) -> Prediction:
     tile = tiles(problem.head_dim, problem.element_bytes)
-    issued = traffic.v2_issued(problem, tile.block_m, tile.block_n)
+    kernel = v2_issued(problem, tile.block_m, tile.block_n)
     return Prediction(
         kernels=1,
-        load_bytes=issued.load_bytes,
-        store_bytes=issued.store_bytes,
+        traffic=kernel,
+        triton=kernel,
         matmul_flops=tiled_flops(problem, tile, skip_masked_tiles=True),
-        scratch_bytes=4 * problem.batch * problem.num_heads * problem.seqlen_q,
+        scratch_bytes=tensor_bytes(problem).lse,
     )
 
 
 def predict_transposed(problem: AttentionProblem) -> Prediction:
     inside = predict(problem)
-    k_bytes = problem.batch * problem.num_heads_kv * problem.seqlen_k
-    k_bytes *= problem.head_dim * problem.element_bytes
-    return Prediction(
+    copy = transpose_copy(problem)
+    return dataclasses.replace(
+        inside,
         kernels=2,  # the transposing copy and the kernel
-        load_bytes=inside.load_bytes,
-        store_bytes=inside.store_bytes,
-        matmul_flops=inside.matmul_flops,
-        scratch_bytes=inside.scratch_bytes + k_bytes,
+        traffic=copy if inside.triton is None else copy + inside.triton,
+        scratch_bytes=inside.scratch_bytes + copy.store_bytes,
     )
 
 

@@ -1,0 +1,133 @@
+"""The ladder as a terminal table, from rows of a record (fresh or committed)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+Row = Mapping[str, Any]
+
+
+def problem_title(row: Row) -> str:
+    """The sizes of a row's problem in one line."""
+    heads = str(row["num_heads"])
+    if row["num_heads_kv"] != row["num_heads"]:
+        heads += f"/{row['num_heads_kv']}"
+    seqlen = str(row["seqlen_q"])
+    if row["seqlen_k"] != row["seqlen_q"]:
+        seqlen += f"/{row['seqlen_k']}"
+    dtype = "float32 with TF32" if row["features"].get("tf32") else row["dtype"]
+    title = f"batch {row['batch']}, heads {heads}, seqlen {seqlen}, head_dim {row['head_dim']}"
+    title += f", {dtype}"
+    if row["causal"]:
+        title += ", causal"
+    return f"{row['preset']}: {title}" if row.get("preset") else title
+
+
+def print_ladder(rows: Sequence[Row], console: Console) -> None:
+    """One table and one list of sentences for each problem among the rows, in their order."""
+    for title, group in groupby(rows, key=problem_title):
+        cell = list(group)
+        console.print(f"[bold]{title}[/bold]", highlight=False)
+        console.print(ladder_table(cell))
+        for row in cell:
+            console.print(f"[bold]{row['name']}[/bold]: {row['sentence']}", highlight=False)
+        console.print()
+
+
+def ladder_table(rows: Sequence[Row]) -> Table:
+    """The rungs of one problem; columns that no rung has a value for are left out."""
+    columns = [
+        ("time", _time),
+        ("TFLOP/s", lambda row: _number(row.get("tflops"), "{:.1f}")),
+        ("of matmul", lambda row: _percent(row.get("share_of_matmul"))),
+        ("of copy", lambda row: _percent(row.get("share_of_copy"))),
+        ("vs below", lambda row: _number(row.get("speedup"), "{:.2f}x")),
+        ("fwd+bwd TFLOP/s", lambda row: _number(row.get("fwd_bwd_tflops"), "{:.0f}")),
+        ("vs paper (A100)", _against_paper),
+        ("loads", lambda row: _issued(row, "load_bytes")),
+        ("stores", lambda row: _issued(row, "store_bytes")),
+        ("peak memory", lambda row: _size(row.get("peak_bytes"))),
+        ("launches", _launches),
+        ("error", lambda row: _number(row.get("error"), "{:.1e}")),
+        ("from eager", lambda row: _number(row.get("eager_difference"), "{:.1e}")),
+    ]
+    table = Table()
+    table.add_column("rung", no_wrap=True)
+    shown = [(name, cell) for name, cell in columns if any(cell(row) for row in rows)]
+    for name, _ in shown:
+        table.add_column(name, justify="right")
+    for row in rows:
+        style = None if row["gate"] == "ok" else "dim"
+        table.add_row(row["name"], *(cell(row) or "-" for _, cell in shown), style=style)
+    return table
+
+
+def legend(rows: Sequence[Row]) -> str:
+    """What the columns mean, for the rows at hand."""
+    timed = any("ms" in row for row in rows)
+    text = (
+        "loads, stores: bytes that all launches ask for; a Triton kernel's part is counted in its "
+        "interpreter, ~ is predicted alone. error: largest difference from float64."
+    )
+    if any("eager_difference" in row for row in rows):
+        text += " from eager: largest difference from eager attention in the same dtype."
+    if not timed:
+        return f"No GPU: no time was measured. {text}"
+    return (
+        "TFLOP/s: 4 x batch x heads x seqlen^2 x head_dim, half when causal. of matmul, of copy: "
+        "share of the rates measured in the same run (copy: issued bytes, or for library kernels "
+        f"those that cannot be avoided; above 100 % the L2 cache serves). {text}"
+    )
+
+
+def _time(row: Row) -> str:
+    ms = row.get("ms")
+    if ms is None:
+        return ""
+    return f"{ms:.3f} ms" if ms < 100 else f"{ms:.0f} ms"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else form.format(value)
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{100 * value:.0f} %"
+
+
+def _against_paper(row: Row) -> str:
+    measured, published = row.get("fwd_bwd_tflops"), row.get("paper_tflops")
+    if measured is None or published is None:
+        return ""
+    return f"{measured / published:.2f}x of {published:g}"
+
+
+def _issued(row: Row, name: str) -> str:
+    """All launches' bytes: the Triton kernel's as counted, the others' as predicted."""
+    predicted = row.get("predicted", {})
+    total = predicted.get(name)
+    if total is None:
+        return ""
+    counted = row.get("counted", {}).get(name)
+    if counted is None:
+        return f"~{_size(total)}"
+    return _size(total - predicted[f"triton_{name}"] + counted)
+
+
+def _launches(row: Row) -> str:
+    kernels = row.get("kernels")
+    return "" if kernels is None else str(sum(kernel["count"] for kernel in kernels))
+
+
+def _size(amount: float | None) -> str:
+    if amount is None:
+        return ""
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if amount >= size:
+            return f"{amount / size:.2f} {unit}"
+    return f"{amount:.0f} B"
