@@ -124,7 +124,11 @@ def _dig(
         except RecordError as error:
             raise UnreadableInputError(f"--output: {error}") from error
     if as_json:
-        fields = {"run_id": run.run_id, "environment": run.environment, "command": run.command}
+        fields: dict[str, Any] = {
+            "run_id": run.run_id,
+            "environment": run.environment,
+            "command": run.command,
+        }
         fields |= {"revision": run.revision, "started": run.started}
         print(json.dumps({"run": fields, "rows": rows, "notes": notes}, indent=1))
     else:
