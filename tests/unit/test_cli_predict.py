@@ -18,6 +18,7 @@ from flashdig.cli.errors import UsageError
 from flashdig.cli.sizes import parse_size, parse_sizes
 
 SOURCE = Path(__file__).parents[2] / "src"
+HUGE = "--gpu h200 --batch 64 --heads 64 --seqlen 64k --causal --json"
 QUESTION = "--gpu h200 --batch 1 --heads 16 --seqlen 8k --head-dim 128 --causal"
 
 
@@ -39,6 +40,7 @@ def test_the_guess_in_a_table_and_in_words():
         assert re.search(rf"^ *{row} ", answer.stdout, re.MULTILINE), row
     assert "no run is faster than 257 µs" in answer.stdout
     assert "measured 2026-11-29" in answer.stdout
+    assert "FLOP: 2 for each multiply-add" in answer.stdout
 
 
 def test_json_holds_everything():
@@ -160,7 +162,7 @@ def test_the_command_takes_less_than_300_ms_of_its_own():
 
 
 def test_a_huge_problem_is_guessed_as_quickly():
-    question = "--gpu h200 --batch 64 --heads 64 --seqlen 64k --causal --json".split()
+    question = HUGE.split()
     start = time.process_time()
     with pytest.raises(SystemExit) as ended:
         main(["predict", *question])

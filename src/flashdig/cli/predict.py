@@ -48,8 +48,9 @@ def command(
 ) -> None:
     """Guess time, bytes and limiter of one attention call on any chip of the table. No GPU needed.
 
-    The floor comes from specified peaks; no run is faster. The expected time divides by what the
-    chip reaches in practice, measured where known, assumed (and said so) elsewhere.
+    The floor comes from specified peaks: no run is faster.
+
+    The expected time counts with what the chip reaches, measured or (and then it says so) assumed.
     """
     problem = _problem(
         batch=batch,

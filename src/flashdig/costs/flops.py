@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from flashdig.problem import AttentionProblem, Mask
 
 RULE = (
-    "2 FLOP for each multiply-add of the products (forward 2, backward 5) and each visible "
-    "(query, key) pair; softmax not counted"
+    "2 for each multiply-add of the products (2 forward, 5 backward) over the visible pairs; "
+    "softmax not counted"
 )
 
 

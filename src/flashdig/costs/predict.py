@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 
 from flashdig.costs.efficiency import efficiency
+from flashdig.costs.flops import RULE
 from flashdig.costs.predict_decode import predict_decode
 from flashdig.costs.predict_tiled import predict_tiled
 from flashdig.costs.predict_unfused import predict_unfused
@@ -74,7 +75,9 @@ def predict(
         guess = predict_decode(question)
     else:
         guess = predict_tiled(question, tile)
-    return dataclasses.replace(guess, sentences=describe(guess, device))
+    return dataclasses.replace(
+        guess, sentences=describe(guess, device), notes=(*guess.notes, f"FLOP: {RULE}")
+    )
 
 
 def _schedule(

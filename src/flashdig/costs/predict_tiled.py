@@ -119,6 +119,7 @@ def predict_tiled(question: Question, tile: Tile | None = None) -> Prediction:
         pipes=cycles.pipes,
         programs=programs,
         waves=programs / (device.sm_count * schedule.blocks_per_sm),
+        imbalance=_imbalance(iterations),
         notes=notes,
     )
 
@@ -136,6 +137,11 @@ def iterations_per_program(question: Question, tile: Tile) -> list[int]:
         longest = max(tiles, default=0) * len(tiles) / count if count else 0.0
         tiles = _falling(sum(tiles), count, longest)
     return tiles
+
+
+def _imbalance(iterations: list[int]) -> float:
+    mean = sum(iterations) / len(iterations) if iterations else 0.0
+    return max(iterations) / mean if mean else 1.0
 
 
 def _wait_per_program(question: Question) -> float:

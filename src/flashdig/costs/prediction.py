@@ -57,6 +57,7 @@ class Prediction:
         pipes: pipe -> cycles of one inner iteration; empty for unfused attention and decode.
         kernels: launches, memory sets included, copies apart.
         programs, waves: of the main kernel's grid; None for unfused attention.
+        imbalance: iterations of the longest program over the mean; None as above.
         scratch_bytes: scores or partial results in memory beside input and output.
         notes: assumptions and origins of the efficiencies.
         sentences: the guess in words.
@@ -84,6 +85,7 @@ class Prediction:
     pipes: Mapping[str, float] = dataclasses.field(default_factory=dict)
     programs: int | None = None
     waves: float | None = None
+    imbalance: float | None = None
     notes: tuple[str, ...] = ()
     sentences: tuple[str, ...] = ()
 

@@ -153,6 +153,30 @@ def exhibit_tile(head_dim: int, element_bytes: int) -> Tile:
     return Tile(64, 64, 4) if head_dim <= 128 else Tile(64, 32, 8)
 
 
+def shared_tile_bytes(
+    block_m: int,
+    block_n: int,
+    head_dim: int,
+    element_bytes: int,
+    *,
+    kv_buffers: int = 1,
+    keeps_output: bool = False,
+    keeps_statistics: bool = False,
+) -> int:
+    """Shared memory of a block that keeps Q, K, V and the scores there (head_dim_v = head_dim).
+
+    Args:
+        kv_buffers: 2 to load the next K and V while working on these.
+        keeps_output: O as well, in the input's type.
+        keeps_statistics: a row maximum and a row sum, as wide as the elements.
+    """
+    rows = block_m * head_dim * (2 if keeps_output else 1)
+    elements = rows + 2 * kv_buffers * block_n * head_dim + block_m * block_n
+    if keeps_statistics:
+        elements += 2 * block_m
+    return elements * element_bytes
+
+
 def product_path(schedule: Schedule, arch: Architecture, dtype: str) -> Path:
     """The unit that multiplies: FMA units for IEEE float32 and for Triton on 7.5."""
     if dtype == "float32" or (schedule.triton and arch.key == "7.5"):

@@ -43,13 +43,13 @@ def _floor(guess: Prediction) -> str:
 def _traffic(guess: Prediction, device: Device) -> str:
     least, asked = guess.compulsory.total_bytes, guess.issued.total_bytes
     left = guess.memory.total_bytes
+    if asked <= 1.05 * least:
+        return f"Instructions ask for {with_unit(asked, 'B')}: about what any kernel must move."
     text = (
         f"Instructions ask for {with_unit(asked, 'B')}, {asked / least:.3g} times the "
         f"{with_unit(least, 'B')} that any kernel must move"
     )
     cache = with_unit(device.cache_bytes, "B")
-    if asked <= 1.05 * least:
-        return text + "."
     if left <= 1.05 * least:
         return f"{text}; the cache ({cache}) should serve all the rest."
     return f"{text}; behind the cache ({cache}) {with_unit(left, 'B')} should be left for memory."
@@ -64,7 +64,10 @@ def _grid(guess: Prediction, device: Device) -> list[str]:
             f"The grid has {guess.programs} programs for {device.sm_count} SMs: {idle} of them idle"
             " throughout."
         ]
-    return [f"The grid has {guess.programs:,} programs: {guess.waves:.3g} waves over the SMs."]
+    text = f"The grid has {guess.programs:,} programs: {guess.waves:.3g} waves over the SMs"
+    if guess.imbalance is not None and guess.imbalance > 1.05:
+        text += f"; the longest has {guess.imbalance:.3g} times the mean work"
+    return [f"{text}."]
 
 
 def _warnings(guess: Prediction, device: Device) -> list[str]:
