@@ -246,6 +246,16 @@ def test_lse_of_float32_inputs_may_lose_what_eager_attention_loses(monkeypatch) 
     assert check(out, q, k, v, causal=True, lse=lse + 2e-3).ok
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_one_wrong_lse_is_found_beside_rows_without_keys(dtype) -> None:
+    (q, k, v), out, lse = right_answer(seqlen_q=40, seqlen_k=24, dtype=dtype)
+    reference = float64_reference(q, k, v, causal=True)
+    assert (reference.lse[:, :16] == -math.inf).all()
+    assert reference.check(out, lse).ok
+    lse[1, 2, 33] += 1e-3
+    assert "lse error 0.001 against" in reference.check(out, lse).reason
+
+
 def test_where_eager_overflows_the_budget_follows_the_values() -> None:
     q, k, v = inputs(heads=2, heads_kv=2)
     q, k, v = q * 200, k * 200, v * 16
