@@ -113,9 +113,11 @@ def _show(traces: list[Trace], others: list[Trace], as_json: bool, html: str | N
         return
     from rich.console import Console
 
-    from flashdig.report.trace_terminal import print_comparison, print_summary
+    from flashdig.report.trace_terminal import print_comparison, print_ranks, print_summary
 
     console = Console()
+    if len(traces) > 1:
+        print_ranks(summaries, console)
     for summary in summaries:
         print_summary(summary, console)
     if comparison is not None:
@@ -141,6 +143,8 @@ def _write_page(
         partial.replace(target)
     except OSError as error:
         raise UsageError(f"--html {path}: {error.strerror or error}") from error
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def _read(files: list[str], allow_large: bool) -> list[Trace]:

@@ -17,12 +17,12 @@ def nanoseconds(microseconds: object) -> int | None:
             the third decimal are rounded half up.
     """
     if isinstance(microseconds, str):
-        whole, _, fraction = microseconds.partition(".")
-        if whole.isascii() and whole.isdigit() and len(whole) < 17:
-            if not fraction:
-                return int(whole) * 1000
-            if len(fraction) <= 3 and fraction.isascii() and fraction.isdigit():
-                return int(whole) * 1000 + int(fraction.ljust(3, "0"))
+        # the recorder writes three decimals: without the point they are nanoseconds
+        if microseconds[-4:-3] == "." and len(microseconds) < 20:
+            try:
+                return int(microseconds[:-4] + microseconds[-3:])
+            except ValueError:
+                return None
         return _from_decimal(microseconds)
     if isinstance(microseconds, bool):
         return None

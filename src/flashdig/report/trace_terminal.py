@@ -48,6 +48,33 @@ def print_summary(summary: TraceSummary, console: Console) -> None:
             f"Mean occupancy by duration: {summary.mean_occupancy:.3g} % (an estimate from launch "
             "sizes, no counter)."
         )
+    if summary.peak_allocated_bytes is not None:
+        console.print(f"Most device memory allocated: {summary.peak_allocated_bytes / 1e9:.4g} GB.")
+    console.print()
+
+
+def print_ranks(summaries: Sequence[TraceSummary], console: Console) -> None:
+    """All ranks of a run side by side."""
+    console.print("[bold]Ranks[/bold]")
+    table = _table("rank", "elapsed", "busy", "idle", "attention", "communication", "hidden")
+    for summary in summaries:
+        busy, elapsed = summary.busy_ns, summary.elapsed_ns
+        if busy is None or elapsed is None:
+            table.add_row(str(summary.rank), *["–"] * 6)
+            continue
+        exchanged = sum(breakdown.kinds.communication_ns for breakdown in summary.breakdowns)
+        hidden = sum(breakdown.kinds.hidden_communication_ns for breakdown in summary.breakdowns)
+        table.add_row(
+            str(summary.rank),
+            duration(elapsed),
+            duration(busy),
+            share(elapsed - busy, elapsed),
+            duration(summary.class_ns("attention_forward", "attention_backward")),
+            duration(exchanged),
+            share(hidden, exchanged),
+        )
+    console.print(table)
+    console.print("hidden: the share of communication behind which something computes", style="dim")
     console.print()
 
 
