@@ -65,6 +65,9 @@ def test_several_ranks_and_directories(capsys: pytest.CaptureFixture[str], tmp_p
         (0, 10_000),
         (1, 11_000),
     ]
+    _, out, _ = run(capsys, str(tmp_path))
+    lines = [line.split() for line in out.splitlines()]
+    assert ["0", "10", "µs", "10", "µs", "0", "%", "0", "ns", "0", "ns", "n/a"] in lines
 
 
 def test_nsight_systems_export(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -1,24 +1,35 @@
 """Damaged and hostile traces: a trace or one clear error, never anything else."""
 
 import gzip
+import io
 import json
+import os
 import tempfile
 from pathlib import Path
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 from tests.trace_files import recorded
 
-from flashdig.readers.breakdown import break_down
+from flashdig.readers.compare import compare
 from flashdig.readers.model import Trace
-from flashdig.readers.occupancy import judge, mean_percent
 from flashdig.readers.open_file import UnreadableFileError
+from flashdig.readers.summary import summarize
+from flashdig.readers.summary_json import summaries_to_json
 from flashdig.readers.trace import read_kineto
+from flashdig.report.trace_page import render_trace_page
+from flashdig.report.trace_terminal import print_comparison, print_summary
 
 RECORDED = gzip.decompress(Path(recorded("attn_train_sdpa_flash")).read_bytes())
 PACKED = Path(recorded("attn_train_sdpa_flash")).read_bytes()
+# a longer search: FUZZ_EXAMPLES=2000
+EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "25"))
 SETTINGS = settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
+    max_examples=EXAMPLES,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    derandomize="FUZZ_EXAMPLES" not in os.environ,
 )
 
 
@@ -36,19 +47,22 @@ def outcome(content: bytes) -> Trace | str:
         assert file.name in message
         assert "\n" not in message
         return message
-    for breakdown in break_down(trace, {}):
+    summary = summarize(trace)
+    for breakdown in summary.breakdowns:
         total = breakdown.total
         assert sum(total.by_class.values()) == total.busy_ns
         assert 0 <= total.busy_ns <= total.elapsed_ns
-    for kernel in trace.kernels:
-        assert kernel.duration_ns >= 0
-        kernel.name.encode()
-        judge(kernel, trace.device(kernel.device))
-    for op in trace.host_ops:
-        op.module_path()
-        op.name.encode()
-    mean = mean_percent(trace.kernels, trace)
+        assert all(step.shares.idle_ns >= 0 for step in breakdown.steps)
+    assert all(kernel.duration_ns >= 0 for kernel in trace.kernels)
+    mean = summary.mean_occupancy
     assert mean is None or 0 <= mean <= 100
+    # whatever was read can be shown in every way
+    comparison = compare(summary, summary)
+    json.dumps(summaries_to_json([summary], comparison), allow_nan=False).encode()
+    render_trace_page([trace, trace], [summary, summary], comparison).encode()
+    console = Console(file=io.StringIO())
+    print_summary(summary, console)
+    print_comparison(comparison, console)
     return trace
 
 
@@ -130,7 +144,7 @@ EVENT = st.fixed_dictionaries(
 )
 
 
-@settings(SETTINGS, max_examples=200)
+@settings(SETTINGS, max_examples=4 * EXAMPLES)
 @given(
     events=st.lists(st.one_of(EVENT, VALUES), max_size=12),
     metadata=st.dictionaries(

@@ -8,15 +8,17 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from rich.console import Console
 from tests.trace_files import RECORDED, recorded
 
+from flashdig.readers.attribution import AttentionCall, MaskUse, Sizes
 from flashdig.readers.compare import compare
 from flashdig.readers.files import read_traces
 from flashdig.readers.occupancy import judge, resident_warps
-from flashdig.readers.summary import TraceSummary, summarize
+from flashdig.readers.summary import AttentionGroup, TraceSummary, summarize
 from flashdig.readers.summary_json import summaries_to_json
 from flashdig.report.trace_terminal import print_comparison, print_summary
 
@@ -153,3 +155,32 @@ def test_comparison_with_itself_changes_nothing(summaries: dict[str, TraceSummar
     comparison = compare(summary, summary)
     entries = [*comparison.times, *comparison.attention, *comparison.kernels]
     assert {entry.ratio for entry in entries} == {1.0}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "causal", "pass_", "flops"),
+    [
+        ((2, 16, 4, 4096, 4096, 128, 128), False, "forward", 274_877_906_944),
+        ((2, 16, 4, 4096, 4096, 128, 128), True, "forward", 137_472_507_904),
+        ((2, 16, 4, 4096, 4096, 128, 128), False, "backward", 687_194_767_360),
+        ((2, 16, 4, 1024, 4096, 128, 128), True, "forward", 60_137_930_752),
+        ((2, 16, 4, 4096, 4096, 192, 128), False, "forward", 343_597_383_680),
+        ((2, 16, 4, 4096, 4096, 192, 128), False, "backward", 893_353_197_568),
+    ],
+)
+def test_flops_of_a_call(
+    sizes: tuple[int, ...], causal: bool, pass_: Literal["forward", "backward"], flops: int
+) -> None:
+    mask = MaskUse("causal", "bottom-right") if causal else MaskUse("none")
+    call = AttentionCall("flash", pass_, Sizes(*sizes, dtype="bfloat16"), mask, ())
+    assert AttentionGroup([call]).flops == flops
+
+
+def test_flops_are_unknown_where_a_mask_tensor_or_a_size_is(
+    summaries: dict[str, TraceSummary],
+) -> None:
+    (group,) = summaries["attn_naive"].attention
+    assert group.flops is None
+    assert group.tflop_per_s is None
+    call = AttentionCall("flash", "forward", Sizes(batch=2), MaskUse("none"), ())
+    assert AttentionGroup([call]).flops is None

@@ -100,7 +100,7 @@ class AttentionGroup:
 
 def _flops(call: AttentionCall) -> int | None:
     problem = call.problem()
-    if problem is None or call.mask.kind not in {"none", "causal"}:
+    if problem is None or call.mask.kind not in {"none", "causal", "window"}:
         return None
     return direction_flops(problem, call.pass_)
 

@@ -84,7 +84,7 @@ def origin_words(summary: TraceSummary) -> str:
 def host_words(host: HostCost | None) -> list[str]:
     """What the host did, a sentence each."""
     if host is None:
-        return ["The recording holds no host calls: what launching cost is unknown."]
+        return ["The recording holds no launches: what launching cost is unknown."]
     words = []
     if host.launches:
         text = f"{host.launches:,} launches took {duration(host.launch_ns)} of host time"
