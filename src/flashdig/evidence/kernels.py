@@ -28,7 +28,8 @@ def launched_kernels(call: Callable[[], object]) -> list[LaunchedKernel]:
     """Run `call` once under the profiler, after one warm-up, and list what ran on the device."""
     call()
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as recording:
+    activities = [ProfilerActivity.CUDA, ProfilerActivity.CPU]
+    with profile(activities=activities, acc_events=True) as recording:
         call()
         torch.cuda.synchronize()
     found: dict[str, list[float]] = {}

@@ -22,12 +22,11 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Prediction:
+class LaunchPrediction:
     """What one call is expected to do, written down before it runs.
 
     Attributes:
-        kernels: device kernels launched, fills included, memory copies apart; None where torch
-            decides.
+        kernels: device kernels launched, the copy engines' copies and fills apart.
         traffic: bytes that all its launches load and store ("issued" traffic; for torch's own
             kernels each tensor once); None for a fused library kernel, whose instructions are not
             ours to count.
@@ -37,7 +36,7 @@ class Prediction:
         scratch_bytes: peak memory beyond inputs and output.
     """
 
-    kernels: int | None
+    kernels: int
     traffic: Traffic | None
     matmul_flops: int
     scratch_bytes: int
@@ -58,7 +57,7 @@ class Generation:
             logarithm in float32.
         unsupported: (problem, device type) -> reasons why this exhibit cannot run it; empty when it
             can.
-        predict: problem -> Prediction.
+        predict: problem -> LaunchPrediction.
         is_triton: runs in Triton's interpreter, so its traffic can be counted without a GPU.
     """
 
@@ -69,7 +68,7 @@ class Generation:
     claim: str
     run: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], Outcome]
     unsupported: Callable[[AttentionProblem, str], list[str]]
-    predict: Callable[[AttentionProblem], Prediction]
+    predict: Callable[[AttentionProblem], LaunchPrediction]
     is_triton: bool = False
 
 
@@ -116,3 +115,11 @@ def tiled_flops(problem: AttentionProblem, tile: Tiles, *, skip_masked_tiles: bo
     visits = visited_tiles(problem, tile.block_m, tile.block_n, skip_masked_tiles=skip_masked_tiles)
     pairs = problem.batch * problem.num_heads * visits.tiles * tile.block_m * tile.block_n
     return 2 * pairs * (problem.head_dim + problem.head_dim_v)
+
+
+def input_precision(dtype: torch.dtype) -> str:
+    """Triton's precision of float32 products: IEEE, or TF32 where torch allows it."""
+    import torch
+
+    tf32 = dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
+    return "tf32" if tf32 else "ieee"

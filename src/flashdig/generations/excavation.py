@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from flashdig.bench.gate import GateResult, check, naive_rounded, poison
+from flashdig.bench.gate import GateResult, Reference, float64_reference, naive_rounded, poison
 from flashdig.bench.timing import Ceilings, Timing, TimingFailure, time_rotated
 from flashdig.costs.flops import half_rule_flops
 from flashdig.costs.traffic import compulsory, visited_tiles
@@ -27,7 +27,7 @@ from flashdig.evidence.interpreter import (
     run_in_interpreter,
 )
 from flashdig.evidence.kernels import LaunchedKernel, launched_kernels
-from flashdig.generations.base import Generation, Prediction, tiles
+from flashdig.generations.base import Generation, LaunchPrediction, tiles
 from flashdig.generations.inputs import QKV
 from flashdig.generations.ladder import generation
 from flashdig.generations.presets import Cell, Published
@@ -62,7 +62,7 @@ class Found:
     """
 
     generation: Generation
-    prediction: Prediction
+    prediction: LaunchPrediction
     unsupported: list[str]
     refusal: str | None = None
     gate: GateResult | None = None
@@ -163,11 +163,14 @@ def dig_on_gpu(
         cell, inputs.source, torch.cuda.get_device_name(device), rungs, ceilings
     )
     with _tf32(cell.tf32):
+        progress("computing the float64 reference")
+        reference = float64_reference(inputs.q, inputs.k, inputs.v, causal=problem.causal)
         for found in rungs:
             if not found.unsupported:
                 progress(f"{found.generation.name}: checking against float64")
-                _check_on_gpu(found, inputs, problem.causal)
+                _check_on_gpu(found, inputs, problem.causal, reference)
                 torch.cuda.empty_cache()
+        del reference
         ready = {f.generation.name: f for f in rungs if f.verdict == "ok"}
         calls = {n: _forward_call(f.generation, inputs, problem.causal) for n, f in ready.items()}
         if calls:
@@ -191,6 +194,8 @@ def dig_on_cpu(
     rungs = _predicted(cell, names, "cpu")
     findings = CellFindings(cell, inputs.source, "cpu", rungs)
     causal = cell.problem.causal
+    progress("computing the float64 reference")
+    reference = float64_reference(inputs.q, inputs.k, inputs.v, causal=causal)
     fault = interpreter_fault()
     interpreted: dict[str, Interpreted] = {}
     wanted = [f.generation.name for f in rungs if f.generation.is_triton and not f.unsupported]
@@ -216,7 +221,7 @@ def dig_on_cpu(
             except RuntimeError as error:
                 found.refusal = _first_line(error)
                 continue
-        _judge(found, out, lse, inputs, causal)
+        _judge(found, out, lse, inputs, causal, reference)
         found.untimed = "no GPU: no time was measured"
     _count(findings, progress)
     return findings
@@ -246,7 +251,7 @@ def _forward_call(exhibit: Generation, inputs: QKV, causal: bool) -> Callable[[]
     return call
 
 
-def _check_on_gpu(found: Found, inputs: QKV, causal: bool) -> None:
+def _check_on_gpu(found: Found, inputs: QKV, causal: bool, reference: Reference) -> None:
     call = _forward_call(found.generation, inputs, causal)
     try:
         call()  # compiles, and makes what is made once
@@ -260,14 +265,19 @@ def _check_on_gpu(found: Found, inputs: QKV, causal: bool) -> None:
     except RuntimeError as error:  # torch.OutOfMemoryError is one
         found.refusal = _first_line(error)
         return
-    _judge(found, out, lse, inputs, causal)
+    _judge(found, out, lse, inputs, causal, reference)
 
 
 def _judge(
-    found: Found, out: torch.Tensor, lse: torch.Tensor | None, inputs: QKV, causal: bool
+    found: Found,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    inputs: QKV,
+    causal: bool,
+    reference: Reference,
 ) -> None:
     q, k, v = inputs.q, inputs.k, inputs.v
-    found.gate = check(out, q, k, v, causal=causal, lse=lse)
+    found.gate = reference.check(out, lse)
     if found.gate.ok and q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] <= EAGER_LIMIT:
         eager = naive_rounded(q, k, v, causal=causal)
         found.eager_difference = float((out.float() - eager.float()).abs().max())

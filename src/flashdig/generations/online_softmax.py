@@ -17,7 +17,7 @@ import triton.language as tl
 
 from flashdig.costs.traffic import tensor_bytes
 from flashdig.costs.unfused import issued, online_softmax_kernels
-from flashdig.generations.base import Generation, Prediction, unsupported_by_triton
+from flashdig.generations.base import Generation, LaunchPrediction, unsupported_by_triton
 from flashdig.problem import AttentionProblem
 
 NAME = "online_softmax"
@@ -89,11 +89,11 @@ def run(
     return scores @ v, lse if q.dtype == torch.float32 else None
 
 
-def predict(problem: AttentionProblem) -> Prediction:
+def predict(problem: AttentionProblem) -> LaunchPrediction:
     kernels = online_softmax_kernels(problem)
     scores = problem.batch * problem.num_heads * problem.seqlen_q * problem.seqlen_k
     copies = sum(k.store_bytes for k in kernels if k.name.startswith("repeat"))
-    return Prediction(
+    return LaunchPrediction(
         kernels=len(kernels),
         traffic=issued(kernels),
         triton=next(kernel.issued for kernel in kernels if kernel.name == "online softmax"),

@@ -49,7 +49,7 @@ def _inplace(findings: CellFindings, found: Found) -> str:
 def _math(findings: CellFindings, found: Found) -> str:
     launches = ""
     if found.kernels is not None:
-        launches = f"{sum(k.count for k in found.kernels)} launches, "
+        launches = f"{sum(k.count for k in found.kernels if k.is_kernel)} kernels, "
     wide = findings.problem.element_bytes == 2
     reason = "its products and matrices are float32" if wide else "the reference stays careful"
     return f"{launches}{reason}, with a mask made in every call and a guarded softmax"

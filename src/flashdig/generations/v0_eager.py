@@ -24,7 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from flashdig.costs import unfused
 from flashdig.costs.flops import forward_flops
 from flashdig.costs.traffic import FLOAT32_BYTES, tensor_bytes
-from flashdig.generations.base import Generation, Prediction
+from flashdig.generations.base import Generation, LaunchPrediction
 from flashdig.problem import AttentionProblem
 
 
@@ -71,13 +71,13 @@ def unsupported_by_eager(problem: AttentionProblem, device_type: str) -> list[st
     return []
 
 
-def predict_eager(problem: AttentionProblem, *, in_place: bool) -> Prediction:
+def predict_eager(problem: AttentionProblem, *, in_place: bool) -> LaunchPrediction:
     """Every operation reads and writes the whole score matrix; a copy does so once more."""
     kernels = unfused.eager_kernels(problem, in_place=in_place)
     scores = problem.batch * problem.num_heads * problem.seqlen_q * problem.seqlen_k
     matrices_alive = 3 if problem.causal and not in_place else 2
     copies = sum(k.store_bytes for k in kernels if k.name.startswith("repeat"))
-    return Prediction(
+    return LaunchPrediction(
         kernels=sum(kernel.kind != "copy" for kernel in kernels),
         traffic=unfused.issued(kernels),
         matmul_flops=sum(kernel.matmul_flops for kernel in kernels),
@@ -121,9 +121,9 @@ def unsupported_by_sdpa(
     return reasons
 
 
-def predict_fused(problem: AttentionProblem) -> Prediction:
+def predict_fused(problem: AttentionProblem) -> LaunchPrediction:
     """One kernel whose instructions are the library's; it does the products and keeps an lse."""
-    return Prediction(
+    return LaunchPrediction(
         kernels=1,
         traffic=None,
         matmul_flops=forward_flops(problem),
@@ -131,11 +131,11 @@ def predict_fused(problem: AttentionProblem) -> Prediction:
     )
 
 
-def predict_math(problem: AttentionProblem) -> Prediction:
+def predict_math(problem: AttentionProblem) -> LaunchPrediction:
     """Twenty kernels when causal, as the article counts; 16-bit input is copied to float32."""
     kernels = unfused.sdpa_math_kernels(problem)
     scores = problem.batch * problem.num_heads * problem.seqlen_q * problem.seqlen_k
-    return Prediction(
+    return LaunchPrediction(
         kernels=len(kernels),
         traffic=unfused.issued(kernels),
         matmul_flops=sum(kernel.matmul_flops for kernel in kernels),

@@ -18,11 +18,13 @@ import triton.language as tl
 from flashdig.costs.traffic import Traffic, tensor_bytes, v1_issued
 from flashdig.generations.base import (
     Generation,
-    Prediction,
+    LaunchPrediction,
+    input_precision,
     tiled_flops,
     tiles,
     unsupported_by_triton,
 )
+from flashdig.kernels.primitives import round_to_tf32
 from flashdig.problem import AttentionProblem
 
 NAME = "flash_fwd_v1"
@@ -31,6 +33,7 @@ NAME = "flash_fwd_v1"
 def kernel_name(specialization):
     c = specialization.constants
     dtype = specialization.signature["q_ptr"].removeprefix("*")
+    dtype = "tf32" if c["INPUT_PRECISION"] == "tf32" else dtype
     mask = "causal" if c["IS_CAUSAL"] else "full"
     return f"{NAME}_{dtype}_d{c['HEAD_DIM']}_m{c['BLOCK_M']}n{c['BLOCK_N']}_{mask}"
 
@@ -68,6 +71,8 @@ def flash_fwd_v1(
         kv_inside = offs_n[:, None] < seqlen_k
         k = tl.load(k_ptr + kv_offsets, mask=kv_inside, other=0.0)
         v = tl.load(v_ptr + kv_offsets, mask=kv_inside, other=0.0)
+        if INPUT_PRECISION == "tf32":
+            k, v = round_to_tf32(k), round_to_tf32(v)
 
         for start_m in range(0, seqlen_q, BLOCK_M):
             offs_m = start_m + tl.arange(0, BLOCK_M)
@@ -78,6 +83,8 @@ def flash_fwd_v1(
             row_max = tl.load(row_max_ptr + offs_m, mask=row_inside, other=float("-inf"))
             row_sum = tl.load(row_sum_ptr + offs_m, mask=row_inside, other=0.0)
 
+            if INPUT_PRECISION == "tf32":
+                q = round_to_tf32(q)
             # [BLOCK_M, HEAD_DIM] @ [HEAD_DIM, BLOCK_N] -> [BLOCK_M, BLOCK_N]
             scores = tl.dot(q, tl.trans(k), input_precision=INPUT_PRECISION) * softmax_scale
             visible = offs_n[None, :] < seqlen_k
@@ -92,6 +99,8 @@ def flash_fwd_v1(
             new_sum = row_sum * rescale + tl.sum(probs, 1)
             divisor = tl.where(new_sum == 0.0, 1.0, new_sum)
 
+            if INPUT_PRECISION == "tf32":
+                probs = round_to_tf32(probs)
             # [BLOCK_M, BLOCK_N] @ [BLOCK_N, HEAD_DIM] -> [BLOCK_M, HEAD_DIM]
             update = tl.dot(probs.to(v.dtype), v, input_precision=INPUT_PRECISION)
             out = (out * (row_sum * rescale)[:, None] + update) / divisor[:, None]
@@ -126,13 +135,13 @@ def run(
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         IS_CAUSAL=causal,
-        INPUT_PRECISION="tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee",
+        INPUT_PRECISION=input_precision(q.dtype),
         num_warps=tile.num_warps,
     )
     return out.to(q.dtype), None
 
 
-def predict(problem: AttentionProblem) -> Prediction:
+def predict(problem: AttentionProblem) -> LaunchPrediction:
     tile = tiles(problem.head_dim, problem.element_bytes)
     kernel = v1_issued(problem, tile.block_m, tile.block_n)
     rows = problem.batch * problem.num_heads * problem.seqlen_q
@@ -141,7 +150,7 @@ def predict(problem: AttentionProblem) -> Prediction:
     rounding = Traffic(out_bytes, tensor_bytes(problem).o)
     if problem.element_bytes == 4:
         rounding = Traffic(0, 0)
-    return Prediction(
+    return LaunchPrediction(
         kernels=4 if problem.element_bytes == 4 else 5,  # three fills, the kernel, the rounding
         traffic=fills + kernel + rounding,
         triton=kernel,

@@ -20,11 +20,13 @@ import triton.language as tl
 from flashdig.costs.traffic import tensor_bytes, transpose_copy, v2_issued
 from flashdig.generations.base import (
     Generation,
-    Prediction,
+    LaunchPrediction,
+    input_precision,
     tiled_flops,
     tiles,
     unsupported_by_triton,
 )
+from flashdig.kernels.primitives import round_to_tf32
 from flashdig.problem import AttentionProblem
 
 NAME = "flash_fwd_v2"
@@ -34,6 +36,7 @@ LOG2_E = 1.4426950408889634
 def kernel_name(specialization):
     c = specialization.constants
     dtype = specialization.signature["q_ptr"].removeprefix("*")
+    dtype = "tf32" if c["INPUT_PRECISION"] == "tf32" else dtype
     mask = "causal" if c["IS_CAUSAL"] else "full"
     variant = "_ktransposed" if c["K_IS_TRANSPOSED"] else ""
     return f"{NAME}{variant}_{dtype}_d{c['HEAD_DIM']}_m{c['BLOCK_M']}n{c['BLOCK_N']}_{mask}"
@@ -70,6 +73,8 @@ def flash_fwd_v2(
     row_inside = offs_m < seqlen_q
     q_offsets = offs_m[:, None] * HEAD_DIM + offs_d[None, :]  # [BLOCK_M, HEAD_DIM]
     q = tl.load(q_ptr + q_offsets, mask=row_inside[:, None], other=0.0)
+    if INPUT_PRECISION == "tf32":
+        q = round_to_tf32(q)
     out = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -87,6 +92,8 @@ def flash_fwd_v2(
         else:
             k_transposed = tl.trans(tl.load(k_ptr + kv_offsets, mask=kv_inside, other=0.0))
         v = tl.load(v_ptr + kv_offsets, mask=kv_inside, other=0.0)
+        if INPUT_PRECISION == "tf32":
+            k_transposed, v = round_to_tf32(k_transposed), round_to_tf32(v)
 
         # [BLOCK_M, HEAD_DIM] @ [HEAD_DIM, BLOCK_N] -> [BLOCK_M, BLOCK_N]
         scores = tl.dot(q, k_transposed, input_precision=INPUT_PRECISION) * softmax_scale_log2
@@ -102,6 +109,8 @@ def flash_fwd_v2(
         row_sum = row_sum * rescale + tl.sum(probs, 1)
         row_max = new_max
 
+        if INPUT_PRECISION == "tf32":
+            probs = round_to_tf32(probs)
         # [BLOCK_M, BLOCK_N] @ [BLOCK_N, HEAD_DIM] -> [BLOCK_M, HEAD_DIM]
         update = tl.dot(probs.to(v.dtype), v, input_precision=INPUT_PRECISION)
         out = out * rescale[:, None] + update
@@ -136,7 +145,7 @@ def launch(
         BLOCK_N=tile.block_n,
         IS_CAUSAL=causal,
         K_IS_TRANSPOSED=k_is_transposed,
-        INPUT_PRECISION="tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee",
+        INPUT_PRECISION=input_precision(q.dtype),
         num_warps=tile.num_warps,
     )
     return out, lse
@@ -154,10 +163,10 @@ def run_transposed(
     return launch(q, k.transpose(-1, -2).contiguous(), v, causal, k_is_transposed=True)
 
 
-def predict(problem: AttentionProblem) -> Prediction:
+def predict(problem: AttentionProblem) -> LaunchPrediction:
     tile = tiles(problem.head_dim, problem.element_bytes)
     kernel = v2_issued(problem, tile.block_m, tile.block_n)
-    return Prediction(
+    return LaunchPrediction(
         kernels=1,
         traffic=kernel,
         triton=kernel,
@@ -166,7 +175,7 @@ def predict(problem: AttentionProblem) -> Prediction:
     )
 
 
-def predict_transposed(problem: AttentionProblem) -> Prediction:
+def predict_transposed(problem: AttentionProblem) -> LaunchPrediction:
     inside = predict(problem)
     copy = transpose_copy(problem)
     return dataclasses.replace(

@@ -52,7 +52,7 @@ def ladder_table(rows: Sequence[Row]) -> Table:
         ("loads", lambda row: _issued(row, "load_bytes")),
         ("stores", lambda row: _issued(row, "store_bytes")),
         ("peak memory", lambda row: _size(row.get("peak_bytes"))),
-        ("launches", _launches),
+        ("kernels", _kernels),
         ("error", lambda row: _number(row.get("error"), "{:.1e}")),
         ("from eager", lambda row: _number(row.get("eager_difference"), "{:.1e}")),
     ]
@@ -119,9 +119,17 @@ def _issued(row: Row, name: str) -> str:
     return _size(total - predicted[f"triton_{name}"] + counted)
 
 
-def _launches(row: Row) -> str:
-    kernels = row.get("kernels")
-    return "" if kernels is None else str(sum(kernel["count"] for kernel in kernels))
+def _kernels(row: Row) -> str:
+    """Kernels, and the copies of the copy engine beside them; its fills are left out."""
+    if "kernels" not in row:
+        return ""
+    copies = _count(row["kernels"], "Memcpy")
+    kernels = _count(row["kernels"], "") - copies - _count(row["kernels"], "Memset")
+    return f"{kernels} + {copies} copy" if copies else str(kernels)
+
+
+def _count(kernels: Sequence[Mapping[str, Any]], prefix: str) -> int:
+    return sum(int(kernel["count"]) for kernel in kernels if kernel["name"].startswith(prefix))
 
 
 def _size(amount: float | None) -> str:
