@@ -80,6 +80,20 @@ def test_nsight_systems_export(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert trace["host"] is None
 
 
+def test_a_range_around_a_call_is_not_its_host_cost(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    events = [
+        host("user_annotation", "ProfilerStep#0", 0, 1000),
+        host("cuda_runtime", "cudaLaunchKernel", 10, 4, correlation=1),
+        kernel("void pytorch_flash::flash_fwd_kernel<T>(P)", 20, 5, correlation=1),
+    ]
+    (trace,) = run_json(capsys, write(tmp_path / "t.json", events))["traces"]
+    (attention,) = trace["attention"]
+    assert attention["device_median_ns"] == 5_000
+    assert attention["host_median_ns"] is None
+
+
 def test_cpu_only_is_unknown_and_not_zero(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

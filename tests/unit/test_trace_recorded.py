@@ -19,7 +19,7 @@ from flashdig.readers.compare import compare
 from flashdig.readers.files import read_traces
 from flashdig.readers.occupancy import judge, resident_warps
 from flashdig.readers.summary import AttentionGroup, TraceSummary, summarize
-from flashdig.readers.summary_json import summaries_to_json
+from flashdig.readers.summary_json import summary_to_json
 from flashdig.report.trace_terminal import print_comparison, print_summary
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "traces"
@@ -133,7 +133,7 @@ def test_terminal_output(summaries: dict[str, TraceSummary], name: str) -> None:
 
 @pytest.mark.parametrize("name", ["attn_naive", "attn_train_sdpa_flash", "attn_fa3"])
 def test_json_output(summaries: dict[str, TraceSummary], name: str) -> None:
-    answer = summaries_to_json([summaries[name]])
+    answer = summary_to_json(summaries[name])
     text = json.dumps(answer, indent=1, ensure_ascii=False).replace(
         str(Path(recorded("x")).parent), "traces"
     )

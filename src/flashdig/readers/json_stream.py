@@ -153,8 +153,8 @@ class JsonStream:
                     raise _EndOfTextError from error
             except RecursionError as error:
                 raise self._damage("values are nested too deeply") from error
-            except ValueError as error:  # an integer of thousands of digits
-                raise self._damage(str(error)) from error
+            except ValueError as error:  # the interpreter's limit on integers
+                raise self._damage("a number has thousands of digits") from error
             else:
                 # a number at the buffer's end may go on in the next piece
                 if end < len(self._text) or self._at_end:
