@@ -194,7 +194,10 @@ def _check_one_source(
 
 
 def _require_writable(output: Path) -> None:
-    """Find out before the work, not after it."""
+    """Find out before the work, not after it, that the run cannot be kept."""
+    from flashdig.bench.results import read_record
+    from flashdig.bench.rows import RecordError
+
     if output.is_dir():
         raise UsageError(f"--output: {output} is a folder")
     try:
@@ -203,8 +206,12 @@ def _require_writable(output: Path) -> None:
             pass
         if output.stat().st_size == 0:
             output.unlink()
+            return
+        read_record(output)
     except OSError as error:
         raise UsageError(f"--output: cannot write {output}: {error.strerror}") from error
+    except RecordError as error:
+        raise UnreadableInputError(f"--output: {error}") from error
 
 
 @contextmanager

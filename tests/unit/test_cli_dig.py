@@ -1,0 +1,171 @@
+"""flashdig dig from the outside: what it prints, its JSON, its record, and its errors."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import flashdig
+from flashdig.bench.results import read_record
+from flashdig.cli import main
+
+SOURCE = str(Path(flashdig.__file__).parents[1])
+CPU_RUNGS = "naive,sdpa_math,v2,sdpa_flash,sdpa_cudnn"
+
+
+def dig(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": SOURCE, "COLUMNS": "160", "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(
+        [sys.executable, "-m", "flashdig", "dig", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+    )
+
+
+@pytest.fixture
+def qkv_file(tmp_path):
+    def write(**tensors: torch.Tensor) -> str:
+        path = tmp_path / "qkv.safetensors"
+        save_file(tensors, path)
+        return str(path)
+
+    return write
+
+
+def test_a_text_through_every_rung(tmp_path) -> None:
+    record = tmp_path / "results" / "dig.json"
+    done = dig("--text", "A real sentence, seen by MiniLM.", "--output", str(record))
+    assert done.returncode == 0, done.stderr
+    assert "No GPU: no time was measured" in done.stdout
+    assert "Strongest attention between words" in done.stdout
+    rows = read_record(record).rows
+    ran = {row["name"]: row for row in rows if row["gate"] == "ok"}
+    assert {"naive", "inplace", "sdpa_math", "online_softmax", "v1", "v2", "sdpa_flash"} <= set(ran)
+    for row in ran.values():
+        assert (row["num_heads"], row["head_dim"], row["dtype"]) == (12, 32, "float32")
+        assert row["eager_difference"] < 2e-6
+        assert row["error"] < 2e-6
+        assert "ms" not in row
+    for name in ("online_softmax", "v1", "v2", "v2_transposed"):
+        counted, predicted = ran[name]["counted"], ran[name]["predicted"]
+        assert counted["source"] == "interpreter"
+        assert counted["load_bytes"] == predicted["triton_load_bytes"]
+        assert counted["store_bytes"] == predicted["triton_store_bytes"]
+    refused = {row["name"]: row["gate"] for row in rows if row["gate"] != "ok"}
+    assert refused == {
+        "sdpa_efficient": "not run: needs a CUDA device",
+        "sdpa_cudnn": "not run: needs a CUDA device",
+    }
+    # a second run is appended
+    again = dig("--text", "Again.", "--rungs", "naive", "--output", str(record))
+    assert again.returncode == 0, again.stderr
+    assert len(read_record(record).runs) == 2
+
+
+def test_saved_tensors_and_json(qkv_file) -> None:
+    q, k = torch.randn(2, 4, 20, 16), torch.randn(2, 2, 30, 16)
+    path = qkv_file(q=q, k=k, v=k.clone())
+    done = dig("--input", path, "--causal", "--rungs", CPU_RUNGS, "--json")
+    assert done.returncode == 0, done.stderr
+    printed = json.loads(done.stdout)
+    assert printed["run"]["command"].endswith("--json")
+    rows = {row["name"]: row for row in printed["rows"]}
+    assert list(rows) == CPU_RUNGS.split(",")
+    assert rows["v2"]["gate"] == "ok"
+    assert (rows["v2"]["num_heads_kv"], rows["v2"]["seqlen_k"]) == (2, 30)
+    assert "top-left" in rows["sdpa_math"]["gate"]
+    assert qkv_name(path) in " ".join(printed["notes"])
+
+
+def qkv_name(path: str) -> str:
+    return Path(path).name
+
+
+def test_a_preset_is_cut_for_the_cpu() -> None:
+    done = dig("--preset", "archaeology", "--rungs", "naive,v2", "--json")
+    assert done.returncode == 0, done.stderr
+    printed = json.loads(done.stdout)
+    assert any("Cut for the CPU" in note for note in printed["notes"])
+    assert {row["preset"] for row in printed["rows"]} == {"archaeology"}
+    assert {row["dtype"] for row in printed["rows"]} == {"float32", "float16"}
+
+
+def test_walk() -> None:
+    done = dig("--walk")
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stdout
+    as_json = dig("--walk", "--json")
+    assert json.loads(as_json.stdout)["slips"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["--preset", "archeology"], 2, "archaeology"),
+        (["--rungs", "naive,v22"], 2, "v2"),
+        (["--seqlen", "0"], 2, "--seqlen"),
+        (["--seqlen", "many"], 2, "--seqlen"),
+        (["--batch", "-1"], 2, "--batch"),
+        (["--head-dim", "0"], 2, "--head-dim"),
+        (["--heads", "3", "--heads-kv", "2"], 2, "num_heads"),
+        (["--dtype", "int8"], 2, "--dtype"),
+        (["--text", ""], 2, "--text"),
+        (["--text", "a word", "--layer", "9"], 2, "layer"),
+        (["--text", "a word", "--seqlen", "64"], 2, "--seqlen"),
+        (["--text", "a word", "--preset", "all"], 2, "exclude"),
+        (["--input", "no-such-file.safetensors"], 3, "no-such-file.safetensors"),
+        (["--output", "/proc/nowhere/dig.json"], 2, "/proc/nowhere"),
+        (["--output", "/"], 2, "folder"),
+        (["--rounds", "0"], 2, "--rounds"),
+    ],
+)
+def test_bad_arguments_are_one_clear_line(arguments, code, says, capsys) -> None:
+    assert says in refused(arguments, code, capsys)
+
+
+def refused(arguments: list[str], code: int, capsys) -> str:
+    """What the command says when it refuses, in this process."""
+    with pytest.raises(SystemExit) as stopped:
+        main(["dig", *arguments])
+    assert stopped.value.code == code
+    return capsys.readouterr().err
+
+
+def test_a_head_dim_that_no_exhibit_serves_is_said_in_the_row() -> None:
+    done = dig("--head-dim", "100", "--seqlen", "64", "--rungs", "naive,v2", "--json")
+    assert done.returncode == 0, done.stderr
+    rows = {row["name"]: row for row in json.loads(done.stdout)["rows"]}
+    assert rows["naive"]["gate"] == "ok"
+    assert "head_dim must be one of 16, 32, 64, 128, 256" in rows["v2"]["gate"]
+
+
+@pytest.mark.parametrize(
+    ("tensors", "says"),
+    [
+        ({"k": (1, 2, 8, 16), "v": (1, 2, 8, 16)}, "q"),
+        ({"q": (1, 2, 8, 16), "k": (1, 2, 8, 32), "v": (1, 2, 8, 16)}, "head_dim"),
+        ({"q": (1, 2, 0, 16), "k": (1, 2, 8, 16), "v": (1, 2, 8, 16)}, "q"),
+        ({"q": (1, 3, 8, 16), "k": (1, 2, 8, 16), "v": (1, 2, 8, 16)}, "heads"),
+    ],
+)
+def test_bad_files_are_one_clear_line(tensors, says, qkv_file, capsys) -> None:
+    path = qkv_file(**{name: torch.zeros(*shape) for name, shape in tensors.items()})
+    error = refused(["--input", path], 3, capsys)
+    assert says in error
+    assert "qkv.safetensors" in error
+    assert len(error.strip().splitlines()) == 1
+
+
+def test_an_existing_file_that_is_no_record_is_refused(tmp_path, capsys) -> None:
+    record = tmp_path / "dig.json"
+    record.write_text("not a record")
+    arguments = ["--rungs", "naive", "--seqlen", "16", "--output", str(record)]
+    assert "dig.json" in refused(arguments, 3, capsys)
+    assert record.read_text() == "not a record"
