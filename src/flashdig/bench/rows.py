@@ -43,13 +43,30 @@ def _one_of(*names: str) -> Rule:
     return f"one of {', '.join(names)}", lambda value: isinstance(value, str) and value in names
 
 
+KERNEL = {"name", "count", "us"}
+# of the first launch under a name; copies and fills have none
+LAUNCH = {"grid", "block", "registers", "shared_bytes", "occupancy_percent", "occupancy_limit"}
+SURPRISE = {"what", "predicted", "found", "tolerance", "cause"}
+
+
 def _is_kernel(value: Any) -> bool:
     return (
         isinstance(value, dict)
-        and value.keys() == {"name", "count", "us"}
+        and value.keys() >= KERNEL
+        and value.keys() <= KERNEL | LAUNCH
         and _is_text(value["name"])
         and _is_count(value["count"])
         and (value["us"] is None or (_is_number(value["us"]) and value["us"] >= 0))
+    )
+
+
+def _is_surprise(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and value.keys() == SURPRISE
+        and _is_text(value["what"])
+        and _is_text(value["cause"])
+        and all(_is_number(value[name]) for name in ("predicted", "found", "tolerance"))
     )
 
 
@@ -116,6 +133,10 @@ FIELDS: dict[str, Rule] = {
     "kernels": (
         "a list of {name, count, us}",
         lambda value: isinstance(value, list) and all(map(_is_kernel, value)),
+    ),
+    "surprises": (
+        "a list of {what, predicted, found, tolerance, cause}",
+        lambda value: isinstance(value, list) and all(map(_is_surprise, value)),
     ),
     "share_of_matmul": AMOUNT,
     "share_of_copy": AMOUNT,

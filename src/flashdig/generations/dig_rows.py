@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from flashdig.bench.results import timing_fields
+from flashdig.costs.prediction import Prediction
+from flashdig.generations.guesses import guess, surprises
 from flashdig.generations.sentences import sentence
 
 if TYPE_CHECKING:
@@ -20,6 +23,7 @@ def _row(findings: CellFindings, found: Found, run_id: str, preset: str | None) 
     problem = findings.problem
     prediction = found.prediction
     traffic, kernel = prediction.traffic, prediction.triton
+    tf32_problem = problem.replace(allow_tf32=findings.cell.tf32)
     row: dict[str, Any] = {
         "run_id": run_id,
         "kind": "rung",
@@ -45,6 +49,7 @@ def _row(findings: CellFindings, found: Found, run_id: str, preset: str | None) 
             "triton_store_bytes": None if kernel is None else kernel.store_bytes,
             "matmul_flops": prediction.matmul_flops,
             "scratch_bytes": prediction.scratch_bytes,
+            **_guessed_time(found.guess),
         },
         "sentence": sentence(findings, found),
         "peak_bytes": found.peak_bytes,
@@ -63,7 +68,12 @@ def _row(findings: CellFindings, found: Found, run_id: str, preset: str | None) 
         }
     if found.kernels is not None:
         row["kernels"] = [
-            {"name": k.name, "count": k.count, "us": round(k.us, 3)} for k in found.kernels
+            {name: value for name, value in asdict(k).items() if value is not None}
+            for k in found.kernels
+        ]
+    if found.verdict == "ok":
+        row["surprises"] = [
+            surprise.to_dict() for surprise in surprises(tf32_problem, findings.device, found)
         ]
     if found.timing is not None:
         row |= timing_fields(found.timing)
@@ -71,12 +81,33 @@ def _row(findings: CellFindings, found: Found, run_id: str, preset: str | None) 
         row["share_of_matmul"] = findings.share_of_matmul(found)
         row["share_of_copy"] = findings.share_of_copy(found)
         row["speedup"] = findings.speedup(found)
+        if findings.device is not None and found.timing.sm_clock_mhz is not None:
+            clock_hz = found.timing.sm_clock_mhz * 1e6
+            name = found.generation.name
+            at_clock = guess(name, tf32_problem, findings.device, clock_hz=clock_hz)
+            row["predicted"]["at_observed_clock"] = _guessed_time(at_clock)
     if found.forward_backward is not None:
         row["fwd_bwd_ms"] = found.forward_backward.ms
         row["fwd_bwd_tflops"] = 3.5 * findings.flops / found.forward_backward.ms / 1e9
     if found.published is not None:
         row["paper_tflops"] = found.published.forward_backward_tflops
     return {name: value for name, value in row.items() if value is not None}
+
+
+def _guessed_time(guessed: Prediction | None) -> dict[str, Any]:
+    if guessed is None:
+        return {}
+    return {
+        "floor_ms": guessed.floor_s * 1e3,
+        "expected_ms": guessed.expected_s * 1e3,
+        "limiter": guessed.limiter,
+        "expected_limiter": guessed.expected_limiter,
+        "clock_mhz": guessed.expected_clock_hz / 1e6,
+        "memory_load_bytes": guessed.memory.load_bytes,
+        "memory_store_bytes": guessed.memory.store_bytes,
+        "programs": guessed.programs,
+        "waves": guessed.waves,
+    }
 
 
 def _notes(findings: CellFindings, found: Found) -> str | None:

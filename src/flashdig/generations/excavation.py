@@ -16,6 +16,7 @@ import torch
 from flashdig.bench.gate import GateResult, Reference, float64_reference, naive_rounded, poison
 from flashdig.bench.timing import Ceilings, Timing, TimingFailure, time_rotated
 from flashdig.costs.flops import half_rule_flops
+from flashdig.costs.prediction import Prediction
 from flashdig.costs.traffic import compulsory, visited_tiles
 from flashdig.evidence.golden_counts import golden_counts
 from flashdig.evidence.interpreter import (
@@ -28,9 +29,11 @@ from flashdig.evidence.interpreter import (
 )
 from flashdig.evidence.kernels import LaunchedKernel, launched_kernels
 from flashdig.generations.base import Generation, LaunchPrediction, tiles
+from flashdig.generations.guesses import guess
 from flashdig.generations.inputs import QKV
 from flashdig.generations.ladder import generation
 from flashdig.generations.presets import Cell, Published
+from flashdig.hardware.devices import Device
 from flashdig.problem import AttentionProblem
 
 # tile visits of one (batch, head) pair that the interpreter walks in a few seconds
@@ -55,6 +58,8 @@ class Found:
     """All that is known of one rung on one problem.
 
     Attributes:
+        prediction: launches, bytes and FLOP of this exhibit, from its own structure.
+        guess: floor and expected time on this device, made before it ran.
         unsupported: why it was not run; empty when it was.
         refusal: the error of a run that was tried; None when it ran.
         eager_difference: largest difference from eager attention, for problems that are small.
@@ -64,6 +69,7 @@ class Found:
     generation: Generation
     prediction: LaunchPrediction
     unsupported: list[str]
+    guess: Prediction | None = None
     refusal: str | None = None
     gate: GateResult | None = None
     eager_difference: float | None = None
@@ -97,6 +103,7 @@ class CellFindings:
     device_name: str
     rungs: list[Found]
     ceilings: Ceilings | None = None
+    device: Device | None = None
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -150,6 +157,7 @@ def dig_on_gpu(
     inputs: QKV,
     names: Sequence[str],
     *,
+    device: Device | None,
     ceilings: Ceilings | None,
     rounds: int,
     forward_backward: bool = False,
@@ -157,11 +165,9 @@ def dig_on_gpu(
 ) -> CellFindings:
     """Predict, check, profile and time the rungs on a CUDA device."""
     problem = cell.problem
-    rungs = _predicted(cell, names, "cuda")
-    device = inputs.q.device
-    findings = CellFindings(
-        cell, inputs.source, torch.cuda.get_device_name(device), rungs, ceilings
-    )
+    rungs = _predicted(cell, names, "cuda", device)
+    gpu = torch.cuda.get_device_name(inputs.q.device)
+    findings = CellFindings(cell, inputs.source, gpu, rungs, ceilings, device)
     with _tf32(cell.tf32):
         progress("computing the float64 reference")
         reference = float64_reference(inputs.q, inputs.k, inputs.v, causal=problem.causal)
@@ -191,7 +197,7 @@ def dig_on_cpu(
     cell: Cell, inputs: QKV, names: Sequence[str], *, progress: Progress
 ) -> CellFindings:
     """Errors and counts without a GPU; nothing is timed."""
-    rungs = _predicted(cell, names, "cpu")
+    rungs = _predicted(cell, names, "cpu", None)
     findings = CellFindings(cell, inputs.source, "cpu", rungs)
     causal = cell.problem.causal
     progress("computing the float64 reference")
@@ -227,8 +233,11 @@ def dig_on_cpu(
     return findings
 
 
-def _predicted(cell: Cell, names: Sequence[str], device_type: str) -> list[Found]:
+def _predicted(
+    cell: Cell, names: Sequence[str], device_type: str, device: Device | None
+) -> list[Found]:
     """The rungs with their predictions, before anything has run."""
+    problem = cell.problem.replace(allow_tf32=cell.tf32)
     rungs = []
     for name in names:
         exhibit = generation(name)
@@ -237,6 +246,7 @@ def _predicted(cell: Cell, names: Sequence[str], device_type: str) -> list[Found
                 generation=exhibit,
                 prediction=exhibit.predict(cell.problem),
                 unsupported=exhibit.unsupported(cell.problem, device_type),
+                guess=None if device is None else guess(name, problem, device),
                 published=cell.published.get(name),
             )
         )

@@ -16,6 +16,7 @@ from flashdig.generations.excavation import Progress, cut_for_cpu, dig_on_cpu, d
 from flashdig.generations.inputs import QKV, from_safetensors, random_qkv
 from flashdig.generations.minilm import minilm_qkv
 from flashdig.generations.presets import PRESETS, Cell, Preset
+from flashdig.hardware.detect import device_of_name
 from flashdig.problem import AttentionProblem
 
 
@@ -102,8 +103,9 @@ def expedition(
     progress: Progress,
 ) -> Iterator[tuple[list[dict[str, Any]], list[str]]]:
     """Dig at each site; yields its rows and notes as soon as they are there."""
-    ceilings = None
+    ceilings = device = None
     if has_gpu():
+        device = device_of_name(torch.cuda.get_device_name())
         progress("measuring the matmul and copy rates of this GPU")
         ceilings = measured_ceilings()
     for number, site in enumerate(request.sites, 1):
@@ -119,6 +121,7 @@ def expedition(
                 site.cell,
                 inputs,
                 names,
+                device=device,
                 ceilings=ceilings,
                 rounds=rounds,
                 forward_backward=site.preset is not None and site.preset.forward_backward,
@@ -133,6 +136,10 @@ def expedition(
                     f"Cut for the CPU: {cell.problem.describe()} in place of "
                     f"{site.cell.problem.describe()}."
                 )
+        if ceilings is not None and device is None:
+            findings.notes.append(
+                f"{findings.device_name} is not in the device table: no time was predicted."
+            )
         if site.fixed:
             findings.notes.append(f"Input: {inputs.source}.")
         if inputs.tokens:

@@ -6,6 +6,9 @@ import difflib
 import importlib
 
 from flashdig.generations.base import Generation
+from flashdig.generations.steps_paths import CUMULATIVE, LEAVE_ONE_OUT, step_generation
+
+STEP_PREFIXES = (CUMULATIVE, LEAVE_ONE_OUT)
 
 # rung -> (module, attribute); imported one by one, since the Triton exhibits need Triton
 RUNGS = {
@@ -20,14 +23,29 @@ RUNGS = {
     "sdpa_flash": ("v0_eager", "SDPA_FLASH"),
     "sdpa_cudnn": ("v0_eager", "SDPA_CUDNN"),
 }
+# beside the ladder: one kernel in Gluon, whose two halves differ in which warp gets what
+PAIR = {
+    "split_q": ("split_q_split_k", "SPLIT_Q"),
+    "split_k": ("split_q_split_k", "SPLIT_K"),
+}
 
 
 def generation(name: str) -> Generation:
-    """The exhibit of a rung. Raises ValueError for an unknown name, with the nearest ones."""
+    """The exhibit of a rung, of a step ("step:NAME", "without:NAME") or of half a pair.
+
+    Raises ValueError for an unknown name, with the nearest ones.
+    """
+    if name.startswith(STEP_PREFIXES):
+        return step_generation(name)
+    if name in PAIR:
+        return _exhibit(*PAIR[name])
     if name not in RUNGS:
         near = difflib.get_close_matches(name, RUNGS, n=3, cutoff=0.4) or list(RUNGS)
         raise ValueError(f"unknown rung {name!r}; did you mean {', '.join(near)}?")
-    module, attribute = RUNGS[name]
+    return _exhibit(*RUNGS[name])
+
+
+def _exhibit(module: str, attribute: str) -> Generation:
     found: Generation = getattr(
         importlib.import_module(f"flashdig.generations.{module}"), attribute
     )

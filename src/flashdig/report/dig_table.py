@@ -36,6 +36,8 @@ def print_ladder(rows: Sequence[Row], console: Console) -> None:
         console.print(ladder_table(cell))
         for row in cell:
             console.print(f"[bold]{row['name']}[/bold]: {row['sentence']}", highlight=False)
+            for line in surprise_lines(row):
+                console.print(f"  [yellow]surprise[/yellow] {line}", highlight=False)
         console.print()
 
 
@@ -43,6 +45,7 @@ def ladder_table(rows: Sequence[Row]) -> Table:
     """The rungs of one problem; columns that no rung has a value for are left out."""
     columns = [
         ("time", _time),
+        ("expected", _expected),
         ("TFLOP/s", lambda row: _number(row.get("tflops"), "{:.1f}")),
         ("of matmul", lambda row: _percent(row.get("share_of_matmul"))),
         ("of copy", lambda row: _percent(row.get("share_of_copy"))),
@@ -79,6 +82,7 @@ def legend(rows: Sequence[Row]) -> str:
     if not timed:
         return f"No GPU: no time was measured. {text}"
     return (
+        "expected: what the cost models guess at the clock that was observed, over the time found. "
         "TFLOP/s: 4 x batch x heads x seqlen^2 x head_dim, half when causal. of matmul, of copy: "
         "share of the rates measured in the same run (copy: issued bytes, or for library kernels "
         f"those that cannot be avoided; above 100 % the L2 cache serves). {text}"
@@ -90,6 +94,29 @@ def _time(row: Row) -> str:
     if ms is None:
         return ""
     return f"{ms:.3f} ms" if ms < 100 else f"{ms:.0f} ms"
+
+
+def _expected(row: Row) -> str:
+    """The guess at the clock that was observed, as a share of the time found."""
+    predicted = row.get("predicted", {}).get("at_observed_clock", {})
+    if "ms" not in row or not predicted:
+        return ""
+    return f"{predicted['expected_ms'] / row['ms']:.2f}x"
+
+
+def surprise_lines(row: Row) -> list[str]:
+    """Each surprise of a rung in a sentence."""
+    lines = []
+    for surprise in row.get("surprises", ()):
+        what, unit = surprise["what"], _UNITS.get(surprise["what"], "")
+        lines.append(
+            f"{what}: guessed {surprise['predicted']:.4g}{unit}, found {surprise['found']:.4g}"
+            f"{unit}: {surprise['cause']}"
+        )
+    return lines
+
+
+_UNITS = {"time": " ms", "time floor": " ms", "loads": " bytes", "stores": " bytes"}
 
 
 def _number(value: float | None, form: str) -> str:

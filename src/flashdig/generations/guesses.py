@@ -1,0 +1,148 @@
+"""Guess, then look: each rung's guess in time, and what was found against it.
+
+A surprise is a figure outside its stated tolerance. Its cause is named where a rule knows it;
+otherwise it says "unexplained".
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from flashdig.costs.predict import UnknownGenerationError, predict
+from flashdig.costs.prediction import Prediction
+from flashdig.costs.traffic import tensor_bytes
+from flashdig.hardware.devices import Device
+from flashdig.problem import AttentionProblem
+
+if TYPE_CHECKING:
+    from flashdig.generations.excavation import Found
+
+# a time within this share of the expected one is no surprise
+TIME_TOLERANCE = 0.15
+# one indexing step of torch's element-wise kernels covers at most this many bytes
+ELEMENTWISE_BYTES = 2**31
+UNEXPLAINED = "unexplained"
+
+
+@dataclass(frozen=True)
+class Surprise:
+    """A figure that is not what was guessed.
+
+    Attributes:
+        what: "time", "time floor", "kernels", "loads", "stores" or "FLOP".
+        predicted, found: in the unit of `what`: ms, kernels, bytes, FLOP.
+        tolerance: largest |found / predicted - 1| that would not have been one.
+        cause: what explains it, or "unexplained".
+    """
+
+    what: str
+    predicted: float
+    found: float
+    tolerance: float
+    cause: str
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def guess(
+    name: str, problem: AttentionProblem, device: Device, *, clock_hz: float | None = None
+) -> Prediction | None:
+    """The cost models' guess for a rung; None where they have no schedule for it.
+
+    Without a clock it is the guess before anything runs; with the observed one, the same guess at
+    that clock.
+    """
+    try:
+        return predict(problem, device, name, clock_hz=clock_hz)
+    except UnknownGenerationError:
+        return None
+
+
+def surprises(
+    problem: AttentionProblem, device: Device | None, found: Found
+) -> tuple[Surprise, ...]:
+    """What was not as guessed, for a rung that ran."""
+    return (*_of_time(problem, device, found), *_of_kernels(problem, found), *_of_counts(found))
+
+
+def _of_time(
+    problem: AttentionProblem, device: Device | None, found: Found
+) -> tuple[Surprise, ...]:
+    timing = found.timing
+    if device is None or timing is None or timing.sm_clock_mhz is None:
+        return ()
+    name = found.generation.name
+    at_clock = guess(name, problem, device, clock_hz=timing.sm_clock_mhz * 1e6)
+    if at_clock is None:
+        return ()
+    floor, expected = at_clock.floor_s * 1e3, at_clock.expected_s * 1e3
+    if timing.ms < floor:
+        cause = UNEXPLAINED
+        if at_clock.limiter == "memory bandwidth" and fits_in_cache(problem, device):
+            cause = "inputs and output fit in the L2 cache, which replays keep warm"
+        return (Surprise("time floor", floor, timing.ms, 0.0, cause),)
+    if abs(timing.ms / expected - 1.0) <= TIME_TOLERANCE:
+        return ()
+    cause = _cause_of_time(problem, device, found, timing.ms / expected)
+    return (Surprise("time", expected, timing.ms, TIME_TOLERANCE, cause),)
+
+
+def fits_in_cache(problem: AttentionProblem, device: Device) -> bool:
+    size = tensor_bytes(problem)
+    return size.q + size.k + size.v + size.o <= (device.cache_bytes or 0)
+
+
+def _cause_of_time(problem: AttentionProblem, device: Device, found: Found, slower: float) -> str:
+    timing = found.timing
+    if timing is not None and timing.ms < 0.03 and slower > 1:
+        return "a launch of a few microseconds does not fill the chip: start and end of a kernel"
+    if slower < 1 and fits_in_cache(problem, device):
+        return "inputs and output fit in the L2 cache, which replays keep warm"
+    spilled = [k for k in found.kernels or () if k.registers == 255 and k.is_kernel]
+    if slower > 1 and spilled and found.generation.is_triton:
+        return "the kernel has the most registers a thread can have, so it may spill to memory"
+    return UNEXPLAINED
+
+
+def _of_kernels(problem: AttentionProblem, found: Found) -> tuple[Surprise, ...]:
+    if found.kernels is None:
+        return ()
+    launched = sum(kernel.count for kernel in found.kernels if kernel.is_kernel)
+    predicted = found.prediction.kernels
+    if launched == predicted:
+        return ()
+    return (Surprise("kernels", predicted, launched, 0.0, _cause_of_kernels(problem, found)),)
+
+
+def _cause_of_kernels(problem: AttentionProblem, found: Found) -> str:
+    names = [kernel.name for kernel in found.kernels or ()]
+    if any("splitkv" in name or "split_kv" in name for name in names):
+        return "the grid is too small for the chip: keys are split and a second kernel combines"
+    if any("splitK" in name or "splitk" in name for name in names):
+        return "a product is split over its inner dimension and reduced by a second kernel"
+    scores = problem.batch * problem.num_heads * problem.seqlen_q * problem.seqlen_k
+    element = 4 if found.generation.name == "sdpa_math" else problem.element_bytes
+    if scores * element > ELEMENTWISE_BYTES:
+        return "torch splits element-wise kernels over more than 2^31 bytes into several launches"
+    return UNEXPLAINED
+
+
+def _of_counts(found: Found) -> tuple[Surprise, ...]:
+    """Counted traffic must equal its closed form to the byte."""
+    traffic = found.prediction.triton
+    if found.counted is None or traffic is None:
+        return ()
+    counts = found.counted.counts
+    pairs = [
+        ("loads", traffic.load_bytes, counts.load_bytes),
+        ("stores", traffic.store_bytes, counts.store_bytes),
+    ]
+    if counts.matmul_flops:  # none where the products are torch's
+        pairs.append(("FLOP", found.prediction.matmul_flops, counts.matmul_flops))
+    return tuple(
+        Surprise(what, predicted, counted, 0.0, UNEXPLAINED)
+        for what, predicted, counted in pairs
+        if predicted != counted
+    )
