@@ -20,6 +20,7 @@ from flashdig.readers.attribution import AttentionCall, MaskUse, Sizes, attentio
 from flashdig.readers.kernel_names import decode
 from flashdig.readers.model import (
     Copy,
+    HostKind,
     HostOp,
     Kernel,
     Launch,
@@ -249,6 +250,31 @@ def test_fused_kernels_and_their_helpers_make_one_call() -> None:
     assert call.device_ns == 20
 
 
+@pytest.mark.parametrize("kind", ["annotation", "python"])
+def test_a_range_or_a_frame_around_kernels_is_not_their_operator(kind: HostKind) -> None:
+    step = HostOp("ProfilerStep#2", "annotation", 0, 9_000, 1)
+    name = "attend" if kind == "annotation" else "nn.Module: Attention_0"
+    around = HostOp(name, kind, 10, 5_000, 1, parent=step)
+    (call,) = attention_calls(kernels(FLASH2, COMBINE, op=around))
+    assert call.op is None
+    assert call.host_ns is None
+    assert call.host_start_ns is None
+    assert call.annotations == ("ProfilerStep#2", "attend")[: 2 if kind == "annotation" else 1]
+    assert call.module_path == (() if kind == "annotation" else ("Attention_0",))
+    operator = HostOp("my::attention", "operator", 20, 70, 1, parent=around)
+    (call,) = attention_calls(kernels(FLASH2, COMBINE, op=operator))
+    assert call.op is operator
+    assert call.host_ns == 70
+
+
+def test_a_range_inside_a_backward_node_still_tells_a_recomputed_forward() -> None:
+    node = HostOp("CheckpointBackward", "operator", 0, 900, 1, sequence=1, forward_thread=1)
+    around = HostOp("attend", "annotation", 10, 500, 1, parent=node)
+    (call,) = attention_calls(kernels(FLASH2, op=around))
+    assert call.recomputed
+    assert call.op is None
+
+
 def test_two_kernels_of_one_backward_and_two_streams() -> None:
     assert found(kernels("_attn_bwd_preprocess", "_attn_bwd_dkdv", "_attn_bwd_dq")) == [
         ("triton", "backward", ["helper", "attention", "attention"])
@@ -304,24 +330,34 @@ def test_kernels_of_a_graph_launch_count_one_by_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "mask", "words"),
+    ("arguments", "mask", "words", "causal"),
     [
-        (("True", "-1", "-1", "0"), BOTTOM_RIGHT, ", causal"),
-        (("False", "-1", "-1", "0"), NO_MASK, ""),
+        (("True", "-1", "-1", "0"), BOTTOM_RIGHT, ", causal", True),
+        (("False", "-1", "-1", "0"), NO_MASK, "", False),
         (
             ("True", "128", "0", "0"),
             MaskUse("causal", "bottom-right", (128, 0)),
             ", causal, window 128 to 0",
+            True,
         ),
         (
             ("False", "64", "-1", "0"),
             MaskUse("window", "bottom-right", (64, None)),
             ", window 64 to all",
+            False,
         ),
-        ((), MaskUse(), ""),
+        (
+            ("False", "64", "0", "0"),
+            MaskUse("window", "bottom-right", (64, 0)),
+            ", window 64 to 0",
+            True,
+        ),
+        ((), MaskUse(), "", None),
     ],
 )
-def test_windows_of_flash_attention(arguments: tuple[str, ...], mask: MaskUse, words: str) -> None:
+def test_windows_of_flash_attention(
+    arguments: tuple[str, ...], mask: MaskUse, words: str, causal: bool | None
+) -> None:
     shape = (2, 256, 4, 64)
     inputs = OperatorInputs(
         shapes=(shape, shape, shape, *[()] * (1 + len(arguments))),
@@ -334,13 +370,14 @@ def test_windows_of_flash_attention(arguments: tuple[str, ...], mask: MaskUse, w
     )
     (call,) = attention_calls(trace)
     assert call.mask == mask
+    assert call.mask.causal is causal
     assert call.describe() == (
         "flash_attention_3 forward: batch 2, heads 4, seqlen 256, head_dim 64, float16" + words
     )
     problem = call.problem()
     assert problem is not None
-    if mask.window == (128, 0):
-        assert problem.mask == Mask(128, 0)
+    if mask.window is not None:
+        assert problem.mask == Mask(*mask.window)
 
 
 JUNK = st.sampled_from(

@@ -94,6 +94,38 @@ def test_a_range_around_a_call_is_not_its_host_cost(
     assert attention["host_median_ns"] is None
 
 
+def test_a_window_shows_everywhere_and_counts_in_the_flops(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    shape = [2, 256, 4, 64]
+    arguments = {
+        "Input Dims": [shape, shape, shape, [], [], [], []],
+        "Input type": ["c10::BFloat16"] * 3 + ["Scalar"] * 4,
+        "Concrete Inputs": ["", "", "", "0.125", "False", "32", "0"],
+    }
+    name = "flash_attn_3::_flash_attn_forward"
+    operator = host("cpu_op", name, 0, 9, **{"External id": 1}, **arguments)
+    events = [
+        operator,
+        host("cuda_runtime", "cudaLaunchKernel", 2, 4, correlation=1),
+        kernel("flash_fwd_kernel", 20, 5, correlation=1, **{"External id": 1}),
+    ]
+    path = write(tmp_path / "t.json", events)
+    (attention,) = run_json(capsys, path)["traces"][0]["attention"]
+    assert (attention["mask"], attention["window"], attention["causal"]) == (
+        "window",
+        [32, 0],
+        True,
+    )
+    # rows 0 to 31 see 1 to 32 keys, the other rows 33 each
+    visible = 32 * 33 // 2 + (256 - 32) * 33
+    assert attention["flops"] == 2 * 4 * visible * 4 * 64
+    page = tmp_path / "page.html"
+    _, out, _ = run(capsys, path, "--html", str(page))
+    assert "window 32 to 0" in " ".join(out.split())
+    assert "window 32 to 0" in page.read_text()
+
+
 def test_cpu_only_is_unknown_and_not_zero(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

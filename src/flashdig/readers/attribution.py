@@ -307,7 +307,9 @@ def _call_of_group(
         group.kernels, key=lambda pair: pair[0].start_ns
     )
     parts = [Part(label, kernel) for kernel, label in kernels]
-    op = next((k.op for k, label in kernels if label == "attention"), kernels[0][0].op)
+    around = next((k.op for k, label in kernels if label == "attention"), kernels[0][0].op)
+    # a range or a Python frame says where the call stands, and not what the call cost the host
+    op = around if around is not None and around.kind == "operator" else None
     if forward is not None:
         sizes, mask = forward.sizes, forward.mask
     elif backend == "eager":
@@ -316,7 +318,12 @@ def _call_of_group(
         known = op is not None and backend_of_operator(op.name) is not None
         sizes = read_sizes(op) if op is not None and known else Sizes()
         sizes, mask = _complete_from_kernels(sizes, MaskUse(), parts)
-    place = op if forward is None else forward.op
+    if forward is not None:
+        module_path, annotations = forward.module_path, forward.annotations
+    elif around is not None:
+        module_path, annotations = around.module_path(), around.annotations()
+    else:
+        module_path, annotations = (), ()
     return AttentionCall(
         backend=backend,
         pass_="backward" if group.backward else "forward",
@@ -327,10 +334,10 @@ def _call_of_group(
         op=op,
         forward=forward,
         recomputed=not group.backward
-        and op is not None
-        and any(outer.is_backward for outer in op.ancestors()),
+        and around is not None
+        and any(outer.is_backward for outer in around.ancestors()),
         host_start_ns=op.start_ns if op is not None else None,
         host_ns=op.duration_ns if op is not None else None,
-        module_path=place.module_path() if place is not None else (),
-        annotations=place.annotations() if place is not None else (),
+        module_path=module_path,
+        annotations=annotations,
     )

@@ -70,6 +70,8 @@ class MaskUse:
     @property
     def causal(self) -> bool | None:
         """True or False where it is certain, else None."""
+        if self.kind == "window" and self.window is not None:
+            return self.window[1] == 0
         return {"causal": True, "none": False}.get(self.kind)
 
 
@@ -95,10 +97,11 @@ class AttentionCall:
         dropout: True or False where recorded, else None.
         parts: device events in order of start; empty for an attention on the CPU.
         op: host operator of the call (of a forward made of parts: its first product; of a
-            backward: its first autograd node); None where only kernels are known.
+            backward: its first autograd node); None where only kernels are known, be it inside of
+            an annotation or a Python frame.
         forward: of a backward call, the forward call it belongs to, if that was recorded.
         recomputed: True for a forward that ran again inside a backward pass (checkpointing).
-        host_ns: host time of the call, from its first to its last operator; None without any.
+        host_ns: host time of the call, from its first to its last operator; None where `op` is.
         module_path: modules around the call, outermost first; () where stacks were not recorded.
         annotations: names of the annotations around the call, outermost first.
     """

@@ -150,12 +150,14 @@ class HostOp:
     def module_path(self) -> tuple[str, ...]:
         """Modules around this op, outermost first, such as ("LlamaModel_0", "LlamaAttention_3").
 
+        A module's own frame counts as around itself.
+
         From recorded `nn.Module` frames; of a backward node, those around its forward. Empty where
         stacks were not recorded.
         """
         path = [
             op.name.removeprefix("nn.Module: ")
-            for op in self.ancestors()
+            for op in (self, *self.ancestors())
             if op.kind == "python" and op.name.startswith("nn.Module: ")
         ]
         if path:
@@ -166,8 +168,12 @@ class HostOp:
         return ()
 
     def annotations(self) -> tuple[str, ...]:
-        """Names of the annotations around this op on its own thread, outermost first."""
-        return tuple(reversed([op.name for op in self.ancestors() if op.kind == "annotation"]))
+        """Names of the annotations around this op on its own thread, outermost first.
+
+        An annotation counts as around itself.
+        """
+        around = (self, *self.ancestors())
+        return tuple(reversed([op.name for op in around if op.kind == "annotation"]))
 
     def stack_frames(self) -> tuple[str, ...]:
         """Python frames around this op, outermost first; empty where stacks were not recorded."""

@@ -46,7 +46,7 @@ class AttentionGroup:
     @property
     def median_host_ns(self) -> float | None:
         """Host time of one call, from its first to its last operator, or None."""
-        known = [time for call in self.calls if (time := host_ns(call)) is not None]
+        known = [time for call in self.calls if (time := call.host_ns) is not None]
         return median(known) if known else None
 
     @property
@@ -96,11 +96,6 @@ class AttentionGroup:
         sizes = self.first.sizes
         one = f"seqlen {sizes.seqlen_q}/{sizes.seqlen_k}"
         return text.replace(one, f"seqlen {sizes.seqlen_q}/{min(lengths)}–{max(lengths)}")
-
-
-def host_ns(call: AttentionCall) -> int | None:
-    """Host time of a call, or None where only a range around it, and no operator, is known."""
-    return call.host_ns if call.op is not None and call.op.kind == "operator" else None
 
 
 def _flops(call: AttentionCall) -> int | None:

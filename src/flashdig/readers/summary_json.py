@@ -11,7 +11,7 @@ from flashdig.readers.compare import Comparison, Difference
 from flashdig.readers.host_cost import HostCost
 from flashdig.readers.kernel_table import KernelRow
 from flashdig.readers.model import DeviceProperties
-from flashdig.readers.summary import AttentionGroup, TraceSummary, host_ns
+from flashdig.readers.summary import AttentionGroup, TraceSummary
 
 SCHEMA = 1
 Json = dict[str, object]
@@ -151,7 +151,7 @@ def _site(call: AttentionCall) -> Json:
         "start_ns": call.start_ns,
         "seqlen_k": call.sizes.seqlen_k,
         "device_ns": call.device_ns,
-        "host_ns": host_ns(call),
+        "host_ns": call.host_ns,
         "module_path": list(call.module_path),
         "annotations": list(call.annotations),
         "parts": [

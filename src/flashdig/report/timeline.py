@@ -13,7 +13,7 @@ from flashdig.readers.attribution import AttentionCall
 from flashdig.readers.breakdown import TIME_CLASSES, time_class
 from flashdig.readers.kernel_names import decode
 from flashdig.readers.model import DeviceEvent, Kernel, Trace
-from flashdig.readers.summary import TraceSummary, host_ns
+from flashdig.readers.summary import TraceSummary
 from flashdig.report.quantities import duration
 
 WIDTH = 1000.0
@@ -115,9 +115,8 @@ def _picture(
         if call.parts:
             end = max(event.end_ns for event in call.events)
             calls.append(_Span(call.start_ns, end, style, call.describe(), call.backend))
-        host_time = host_ns(call)
-        if call.host_start_ns is not None and host_time is not None:
-            end = call.host_start_ns + host_time
+        if call.host_start_ns is not None and call.host_ns is not None:
+            end = call.host_start_ns + call.host_ns
             host.append(_Span(call.host_start_ns, end, style, f"host: {text}"))
     lanes = [
         Lane("attention", _boxes(calls, start_ns, end_ns, scale)),
