@@ -1,0 +1,201 @@
+"""What an exhibit compiles to, for any chip and without a GPU: registers, spills, instructions.
+
+The exhibit is run with tensors that have no memory under a driver that compiles for the wanted chip
+and records each launch instead of making it. So signature, alignment and constants are those of a
+real launch. Compilers can end a process: `compile_exhibits` works in a process of its own.
+
+Sources: NVIDIA's "CUDA Binary Utilities" for the instruction names; tools from Triton's wheel.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flashdig.problem import AttentionProblem, Mask
+
+SOURCE_FOLDER = Path(__file__).parents[2]
+
+# the start of an instruction in cuobjdump's listing, behind its address and predicate
+_INSTRUCTION = re.compile(
+    r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(?P<opcode>[A-Z][A-Z0-9_]*)(?P<rest>[.A-Z0-9_]*)"
+)
+_USAGE = re.compile(r"REG:(?P<registers>\d+) STACK:(?P<stack>\d+)")
+
+
+class OfflineError(RuntimeError):
+    """Nothing could be compiled; the message says why in a line."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """An exhibit by name, the problem it is launched with, and the chip as "sm_90"."""
+
+    exhibit: str
+    problem: AttentionProblem
+    arch: str
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One kernel of an exhibit as the compiler left it.
+
+    Attributes:
+        name: as profilers show it.
+        registers: of a thread.
+        stack_bytes: local memory of a thread, where spilled registers live.
+        spill_store_bytes, spill_load_bytes: widths of all local stores and loads of the code, each
+            counted once, as ptxas counts them.
+        shared_bytes: of a block.
+        threads: of a block.
+        grid: programs that were to be launched.
+        opcodes: instruction with its modifiers ("HMMA.16816.F32") -> times in the code.
+        order: instructions without modifiers, as they stand in the code.
+    """
+
+    name: str
+    registers: int
+    stack_bytes: int
+    spill_store_bytes: int
+    spill_load_bytes: int
+    shared_bytes: int
+    threads: int
+    grid: tuple[int, ...]
+    opcodes: Mapping[str, int]
+    order: tuple[str, ...]
+
+    @property
+    def spill_bytes(self) -> int:
+        return self.spill_store_bytes + self.spill_load_bytes
+
+    def count(self, prefix: str) -> int:
+        """Instructions of a family ("HMMA") or of one with modifiers ("BAR.SYNC")."""
+        return sum(
+            number
+            for opcode, number in self.opcodes.items()
+            if opcode == prefix or opcode.startswith(f"{prefix}.")
+        )
+
+
+def compile_exhibit(
+    exhibit: str, problem: AttentionProblem, arch: str, *, timeout_s: float = 300.0
+) -> Compiled:
+    """The one Triton or Gluon kernel of an exhibit, compiled for `arch` ("sm_75" ... "sm_120").
+
+    Raises OfflineError for an exhibit without one, and for what the compiler refuses.
+    """
+    (kernels,) = compile_exhibits([Request(exhibit, problem, arch)], timeout_s=timeout_s)
+    if len(kernels) != 1:
+        raise OfflineError(f"{exhibit} launches {len(kernels)} Triton kernels, not one")
+    return kernels[0]
+
+
+def compile_exhibits(
+    requests: Sequence[Request], *, timeout_s: float = 300.0
+) -> list[list[Compiled]]:
+    """The Triton kernels of each request, in the order in which they are launched.
+
+    One process for all. Raises OfflineError with the request that it was working on when it died,
+    and with the compiler's last line when it refused one.
+    """
+    with tempfile.TemporaryDirectory(prefix="flashdig-offline-") as folder:
+        written = [dataclasses.asdict(request) for request in requests]
+        Path(folder, "requests.json").write_text(json.dumps(written))
+        environment = dict(os.environ)
+        environment.pop("TRITON_INTERPRET", None)
+        parts = [str(SOURCE_FOLDER), environment.get("PYTHONPATH", "")]
+        environment["PYTHONPATH"] = os.pathsep.join(part for part in parts if part)
+        log = Path(folder, "log.txt")
+        try:
+            with log.open("w") as stream:
+                done = subprocess.run(
+                    [sys.executable, "-m", "flashdig.evidence.offline_worker", folder],
+                    env=environment,
+                    stdout=stream,
+                    stderr=stream,
+                    timeout=timeout_s,
+                    check=False,
+                )
+        except subprocess.TimeoutExpired as error:
+            raise OfflineError(f"compiling took more than {timeout_s:g} s") from error
+        if done.returncode:
+            raise OfflineError(_failure(requests, Path(folder), done.returncode))
+        found = json.loads(Path(folder, "compiled.json").read_text())
+    return [[_compiled(kernel) for kernel in kernels] for kernels in found]
+
+
+def request_from(written: Mapping[str, Any]) -> Request:
+    """A request from what `compile_exhibits` wrote."""
+    fields = {**written["problem"], "mask": Mask(**written["problem"]["mask"])}
+    return Request(written["exhibit"], AttentionProblem(**fields), written["arch"])
+
+
+def read_cubin(cubin: bytes) -> dict[str, Any]:
+    """Registers, stack, spills and instructions of a cubin with one kernel: fields of `Compiled`.
+
+    Raises OfflineError when the tools cannot read it.
+    """
+    with tempfile.TemporaryDirectory(prefix="flashdig-cubin-") as folder:
+        path = Path(folder, "kernel.cubin")
+        path.write_bytes(cubin)
+        usage = _USAGE.search(_cuobjdump("-res-usage", path))
+        listing = _cuobjdump("-sass", path)
+    instructions = [(found["opcode"], found["rest"]) for found in _INSTRUCTION.finditer(listing)]
+    if usage is None or not instructions:
+        raise OfflineError("cuobjdump cannot read this cubin: too old for its architecture?")
+    return {
+        "registers": int(usage["registers"]),
+        "stack_bytes": int(usage["stack"]),
+        "spill_store_bytes": sum(_width(rest) for name, rest in instructions if name == "STL"),
+        "spill_load_bytes": sum(_width(rest) for name, rest in instructions if name == "LDL"),
+        "opcodes": dict(collections.Counter(name + rest for name, rest in instructions)),
+        "order": [name for name, _ in instructions],
+    }
+
+
+def _width(modifiers: str) -> int:
+    """Bytes that a thread moves by a load or store with these modifiers."""
+    for modifier, width in (("128", 16), ("64", 8), ("U16", 2), ("S16", 2), ("U8", 1), ("S8", 1)):
+        if modifier in modifiers.split("."):
+            return width
+    return 4
+
+
+def _cuobjdump(option: str, cubin: Path) -> str:
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    done = subprocess.run(
+        [str(tool), option, str(cubin)], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise OfflineError(f"cuobjdump: {last}")
+    return done.stdout
+
+
+def _compiled(kernel: dict[str, Any]) -> Compiled:
+    return Compiled(**{**kernel, "grid": tuple(kernel["grid"]), "order": tuple(kernel["order"])})
+
+
+def _failure(requests: Sequence[Request], folder: Path, code: int) -> str:
+    """Which request it was, and the last line that was printed about it."""
+    progress = folder / "progress.txt"
+    number = int(progress.read_text()) if progress.exists() else None
+    where = "starting the compiler"
+    if number is not None:
+        request = requests[number]
+        where = f"{request.exhibit}, {request.problem.describe()}, for {request.arch}"
+    lines = (folder / "log.txt").read_text(errors="replace").strip().splitlines()
+    why = lines[-1] if lines else "nothing was printed"
+    return f"{where}: {why} (exit code {code})"
