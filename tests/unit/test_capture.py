@@ -45,13 +45,15 @@ def shapes_of(path: Path, name: str) -> list[tuple[object, ...]]:
 
 def test_record_writes_operators_with_shapes_and_steps(tmp_path: Path) -> None:
     path = tmp_path / "t.json.gz"
-    with record(path) as profiler:
+    with record(path, steps=True) as profiler:
         for _ in range(2):
             torch.ones(4, 8) @ torch.ones(8, 3)
             profiler.step()
     assert path.read_bytes()[:2] == b"\x1f\x8b"
     trace = read_kineto(str(path))
     assert shapes_of(path, "aten::mm") == [((4, 8), (8, 3))] * 2
+    products = [op for op in trace.host_ops if op.name == "aten::mm"]
+    assert [op.annotations() for op in products] == [("ProfilerStep#0",), ("ProfilerStep#1",)]
     assert not trace.kernels
     assert not trace.warnings
 

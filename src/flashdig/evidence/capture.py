@@ -50,6 +50,7 @@ def record(
     memory: bool = True,
     flops: bool = True,
     stacks: bool = False,
+    steps: bool = False,
 ) -> Iterator[torch.profiler.profile]:
     """Record everything inside the `with` block and write it as a trace when the block ends.
 
@@ -59,12 +60,13 @@ def record(
         memory: allocations and frees.
         flops: floating-point operations of the operators torch has formulas for.
         stacks: Python frames and modules; several times slower, and larger files.
+        steps: write each step as a range `ProfilerStep#n`; without it `step()` marks nothing.
 
-    Yields the running profiler: call its `step()` at the end of each step to mark steps. The device
+    Yields the running profiler: with `steps`, call its `step()` at the end of each step. The device
     is waited for before recording ends. The trace is written also when the block raises.
     """
     import torch
-    from torch.profiler import ProfilerActivity, profile
+    from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
     path = Path(path)
     if not path.parent.is_dir():
@@ -79,6 +81,8 @@ def record(
         with_flops=flops,
         with_stack=stacks,
         with_modules=stacks,
+        # torch marks steps only under a schedule; this one records all of them
+        schedule=(lambda step: ProfilerAction.RECORD) if steps else None,
     )
     profiler.start()
     try:
