@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from flashdig.bench.results import timing_fields
+from flashdig.bench.rows import check_row
 from flashdig.costs.prediction import Prediction
 from flashdig.generations.guesses import guess, surprises
 from flashdig.generations.sentences import sentence
@@ -16,7 +17,10 @@ if TYPE_CHECKING:
 
 def rows_of(findings: CellFindings, run_id: str, preset: str | None) -> list[dict[str, Any]]:
     """Rows of kind "rung", bottom rung first; unknown values are left out."""
-    return [_row(findings, found, run_id, preset) for found in findings.rungs]
+    rows = [_row(findings, found, run_id, preset) for found in findings.rungs]
+    for row in rows:  # a row that no record would take must show before the next hour's work
+        check_row(row, [run_id], f"rung {row['name']}")
+    return rows
 
 
 def _row(findings: CellFindings, found: Found, run_id: str, preset: str | None) -> dict[str, Any]:
@@ -68,8 +72,12 @@ def _row(findings: CellFindings, found: Found, run_id: str, preset: str | None) 
         }
     if found.kernels is not None:
         row["kernels"] = [
-            {name: value for name, value in asdict(k).items() if value is not None}
-            for k in found.kernels
+            {
+                name: list(value) if isinstance(value, tuple) else value
+                for name, value in asdict(kernel).items()
+                if value is not None
+            }
+            for kernel in found.kernels
         ]
     if found.verdict == "ok":
         row["surprises"] = [

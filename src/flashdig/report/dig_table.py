@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -33,7 +34,10 @@ def print_ladder(rows: Sequence[Row], console: Console) -> None:
     for title, group in groupby(rows, key=problem_title):
         cell = list(group)
         console.print(f"[bold]{title}[/bold]", highlight=False)
-        console.print(ladder_table(cell))
+        table, hidden = ladder_table(cell, console.width)
+        console.print(table)
+        if hidden:
+            console.print(f"(a wider terminal shows: {', '.join(hidden)})", style="dim")
         for row in cell:
             console.print(f"[bold]{row['name']}[/bold]: {row['sentence']}", highlight=False)
             for line in surprise_lines(row):
@@ -41,33 +45,42 @@ def print_ladder(rows: Sequence[Row], console: Console) -> None:
         console.print()
 
 
-def ladder_table(rows: Sequence[Row]) -> Table:
-    """The rungs of one problem; columns that no rung has a value for are left out."""
-    columns = [
-        ("time", _time),
-        ("expected", _expected),
-        ("TFLOP/s", lambda row: _number(row.get("tflops"), "{:.1f}")),
-        ("of matmul", lambda row: _percent(row.get("share_of_matmul"))),
-        ("of copy", lambda row: _percent(row.get("share_of_copy"))),
-        ("vs below", lambda row: _number(row.get("speedup"), "{:.2f}x")),
-        ("fwd+bwd TFLOP/s", lambda row: _number(row.get("fwd_bwd_tflops"), "{:.0f}")),
-        ("vs paper (A100)", _against_paper),
-        ("loads", lambda row: _issued(row, "load_bytes")),
-        ("stores", lambda row: _issued(row, "store_bytes")),
-        ("peak memory", lambda row: _size(row.get("peak_bytes"))),
-        ("kernels", _kernels),
-        ("error", lambda row: _number(row.get("error"), "{:.1e}")),
-        ("from eager", lambda row: _number(row.get("eager_difference"), "{:.1e}")),
-    ]
+@dataclass(frozen=True)
+class Column:
+    """A column of the ladder; the highest `rank` gives way first where the terminal is narrow."""
+
+    name: str
+    cell: Callable[[Row], str]
+    rank: int
+
+
+def ladder_table(rows: Sequence[Row], width: int) -> tuple[Table, list[str]]:
+    """The rungs of one problem, and the names of the columns that did not fit into `width`.
+
+    Columns that no rung has a value for are left out.
+    """
+    columns = [column for column in COLUMNS if any(column.cell(row) for row in rows)]
+    hidden: list[str] = []
+    while columns and _width(rows, columns) > width:
+        last = max(columns, key=lambda column: column.rank)
+        columns.remove(last)
+        hidden.append(last.name)
     table = Table()
     table.add_column("rung", no_wrap=True)
-    shown = [(name, cell) for name, cell in columns if any(cell(row) for row in rows)]
-    for name, _ in shown:
-        table.add_column(name, justify="right")
+    for column in columns:
+        table.add_column(column.name, justify="right", no_wrap=True)
     for row in rows:
         style = None if row["gate"] == "ok" else "dim"
-        table.add_row(row["name"], *(cell(row) or "-" for _, cell in shown), style=style)
-    return table
+        cells = (column.cell(row) or "-" for column in columns)
+        table.add_row(row["name"], *cells, style=style)
+    return table, hidden
+
+
+def _width(rows: Sequence[Row], columns: Sequence[Column]) -> int:
+    """Characters that the table needs without wrapping: three of frame and padding a column."""
+    names = max(len(str(row["name"])) for row in rows)
+    widths = (max(len(column.name), *(len(column.cell(row)) for row in rows)) for column in columns)
+    return 4 + names + sum(3 + width for width in widths)
 
 
 def legend(rows: Sequence[Row]) -> str:
@@ -166,3 +179,21 @@ def _size(amount: float | None) -> str:
         if amount >= size:
             return f"{amount / size:.2f} {unit}"
     return f"{amount:.0f} B"
+
+
+COLUMNS = (
+    Column("time", _time, 0),
+    Column("TFLOP/s", lambda row: _number(row.get("tflops"), "{:.1f}"), 1),
+    Column("vs below", lambda row: _number(row.get("speedup"), "{:.2f}x"), 2),
+    Column("of matmul", lambda row: _percent(row.get("share_of_matmul")), 6),
+    Column("of copy", lambda row: _percent(row.get("share_of_copy")), 10),
+    Column("expected", _expected, 7),
+    Column("fwd+bwd TFLOP/s", lambda row: _number(row.get("fwd_bwd_tflops"), "{:.0f}"), 8),
+    Column("vs paper (A100)", _against_paper, 5),
+    Column("loads", lambda row: _issued(row, "load_bytes"), 9),
+    Column("stores", lambda row: _issued(row, "store_bytes"), 9),
+    Column("memory", lambda row: _size(row.get("peak_bytes")), 4),
+    Column("kernels", _kernels, 11),
+    Column("error", lambda row: _number(row.get("error"), "{:.1e}"), 3),
+    Column("from eager", lambda row: _number(row.get("eager_difference"), "{:.1e}"), 12),
+)
