@@ -6,9 +6,7 @@ import difflib
 import importlib
 
 from flashdig.generations.base import Generation
-from flashdig.generations.steps_paths import CUMULATIVE, LEAVE_ONE_OUT, step_generation
-
-STEP_PREFIXES = (CUMULATIVE, LEAVE_ONE_OUT)
+from flashdig.generations.steps_paths import PREFIXES, step_generation, step_names
 
 # rung -> (module, attribute); imported one by one, since the Triton exhibits need Triton
 RUNGS = {
@@ -31,16 +29,17 @@ PAIR = {
 
 
 def generation(name: str) -> Generation:
-    """The exhibit of a rung, of a step ("step:NAME", "without:NAME") or of half a pair.
+    """The exhibit of a rung, of a set of steps (see `step_generation`) or of half a pair.
 
     Raises ValueError for an unknown name, with the nearest ones.
     """
-    if name.startswith(STEP_PREFIXES):
+    if name.startswith(PREFIXES):
         return step_generation(name)
     if name in PAIR:
         return _exhibit(*PAIR[name])
     if name not in RUNGS:
-        near = difflib.get_close_matches(name, RUNGS, n=3, cutoff=0.4) or list(RUNGS)
+        known = [*RUNGS, *PAIR, *step_names()]
+        near = difflib.get_close_matches(name, known, n=3, cutoff=0.4) or list(RUNGS)
         raise ValueError(f"unknown rung {name!r}; did you mean {', '.join(near)}?")
     return _exhibit(*RUNGS[name])
 

@@ -2,7 +2,9 @@
 
 Two paths: cumulative, v1 and one step more at a time until v2; and leave-one-out, v2 without one
 step (and without those that need it). On the ladder they are `step:NAME`, everything up to and with
-NAME, and `without:NAME`. Device code and launcher: `steps_v1_v2.py`.
+NAME, and `without:NAME`; `v1+NAME+NAME` is any other set that makes sense.
+
+Device code and launcher: `steps_v1_v2.py`.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ if TYPE_CHECKING:
 
     from flashdig.generations.base import Outcome
 
-CUMULATIVE, LEAVE_ONE_OUT = "step:", "without:"
+CUMULATIVE, LEAVE_ONE_OUT, ANY_SET = "step:", "without:", "v1+"
+PREFIXES = (CUMULATIVE, LEAVE_ONE_OUT, ANY_SET)
 NO_STEP = "none"
 
 
@@ -276,16 +279,25 @@ def step_generations(problem: AttentionProblem) -> list[Generation]:
     return cumulative + left_out
 
 
-def step_generation(name: str) -> Generation:
-    """The exhibit "step:NAME" (v1 with the path up to NAME) or "without:NAME" (v2 without it).
+def step_names() -> list[str]:
+    """Names of both paths, as `step_generation` takes them."""
+    cumulative = [f"{CUMULATIVE}{name}" for name in (NO_STEP, *STEPS)]
+    return cumulative + [f"{LEAVE_ONE_OUT}{s.name}" for s in STEPS.values() if not s.optional]
 
-    Raises ValueError for another name, with the nearest ones.
+
+def step_generation(name: str) -> Generation:
+    """An exhibit: "step:NAME" (v1 with the path up to NAME), "without:NAME" (v2 without it) or
+    "v1+NAME+NAME" (v1 with just these).
+
+    Raises ValueError for another name, with the nearest ones, and for a set that makes no sense.
     """
     if name.startswith(CUMULATIVE):
         return _cumulative(name, name.removeprefix(CUMULATIVE))
     if name.startswith(LEAVE_ONE_OUT):
         return _left_out(name, name.removeprefix(LEAVE_ONE_OUT))
-    raise ValueError(f"a step is named {CUMULATIVE}NAME or {LEAVE_ONE_OUT}NAME, not {name!r}")
+    if name.startswith(ANY_SET):
+        return _any_set(name, StepSet.of(name.removeprefix(ANY_SET).split("+")))
+    raise ValueError(f"a step is named {' or '.join(f'{p}NAME' for p in PREFIXES)}, not {name!r}")
 
 
 def _cumulative(name: str, wanted: str) -> Generation:
@@ -317,6 +329,12 @@ def _left_out(name: str, wanted: str) -> Generation:
         lambda causal: all_of_v2(causal).without(wanted),
     )
     return dataclasses.replace(exhibit, unsupported=unsupported)
+
+
+def _any_set(name: str, steps: StepSet) -> Generation:
+    _refuse(steps.refusals(causal=True), steps)
+    claim = " ".join(step.claim for step in steps)
+    return _exhibit(name, steps.describe(), claim, lambda causal: steps)
 
 
 def _exhibit(name: str, title: str, claim: str, steps: Callable[[bool], StepSet]) -> Generation:
