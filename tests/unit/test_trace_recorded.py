@@ -17,6 +17,7 @@ from tests.trace_files import RECORDED, recorded
 from flashdig.readers.attribution import AttentionCall, MaskUse, Sizes
 from flashdig.readers.compare import compare
 from flashdig.readers.files import read_traces
+from flashdig.readers.model import HostOp, OperatorInputs, Trace
 from flashdig.readers.occupancy import judge, resident_warps
 from flashdig.readers.summary import AttentionGroup, TraceSummary, summarize
 from flashdig.readers.summary_json import summary_to_json
@@ -174,6 +175,21 @@ def test_flops_of_a_call(
     mask = MaskUse("causal", "bottom-right") if causal else MaskUse("none")
     call = AttentionCall("flash", pass_, Sizes(*sizes, dtype="bfloat16"), mask, ())
     assert AttentionGroup([call]).flops == flops
+
+
+def test_decoding_calls_are_together_while_their_cache_grows() -> None:
+    """Self-attention of a decoder and its cross attention differ in nothing but the key length."""
+    trace = Trace("made", "kineto")
+    for at, seqlen_k in enumerate([5, 300, 6, 300, 7, 300]):
+        shapes = ((2, 4, 1, 64), *[(2, 4, seqlen_k, 64)] * 2, (), (), ())
+        values = ("", "", "", "", "0.", "False")
+        inputs = OperatorInputs(shapes, ("float",) * 3 + ("",) * 3, (), values)
+        name = "aten::scaled_dot_product_attention"
+        trace.host_ops.append(HostOp(name, "operator", 10 * at, 5, 1, inputs=inputs))
+    lengths = [
+        [call.sizes.seqlen_k for call in group.calls] for group in summarize(trace).attention
+    ]
+    assert lengths == [[5, 6, 7], [300, 300, 300]]
 
 
 def test_flops_are_unknown_where_a_mask_tensor_or_a_size_is(

@@ -13,12 +13,17 @@ from flashdig.readers.kernel_table import FamilyRow, KernelRow, family_rows, ker
 from flashdig.readers.model import DeviceEvent, DeviceProperties, Kernel, ReadWarning, Trace
 from flashdig.readers.occupancy import mean_percent
 
+# a growing cache gains at most this many keys from one decoding call to the next (several where
+# tokens are guessed ahead)
+_LARGEST_GROWTH = 16
+
 
 @dataclass(frozen=True)
 class AttentionGroup:
     """Attention calls that are alike: same backend, pass, sizes and mask; in order of time.
 
-    Decoding calls of one problem are together whatever the length of their cache.
+    Decoding calls of one problem are together while their cache grows; a cache of another length
+    (cross attention, another prompt) makes a group of its own.
     """
 
     calls: list[AttentionCall]
@@ -200,6 +205,20 @@ def _group(calls: list[AttentionCall]) -> list[AttentionGroup]:
             *(call.mask, call.dropout, call.recomputed),
         )
         groups.setdefault(key, []).append(call)
-    result = [AttentionGroup(members) for members in groups.values()]
+    result = [AttentionGroup(run) for members in groups.values() for run in _runs(members)]
     result.sort(key=lambda group: (-(group.device_ns or 0), group.first.start_ns))
     return result
+
+
+def _runs(calls: list[AttentionCall]) -> list[list[AttentionCall]]:
+    """Calls that differ in their key length alone, apart where the lengths leave a gap."""
+    lengths = sorted({call.sizes.seqlen_k or 0 for call in calls})
+    run_of: dict[int, int] = {}
+    run = 0
+    for i, length in enumerate(lengths):
+        run += i > 0 and length - lengths[i - 1] > _LARGEST_GROWTH
+        run_of[length] = run
+    runs: list[list[AttentionCall]] = [[] for _ in range(run + 1)]
+    for call in calls:
+        runs[run_of[call.sizes.seqlen_k or 0]].append(call)
+    return runs
