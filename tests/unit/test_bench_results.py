@@ -70,6 +70,7 @@ EXTRA = {
     "share_of_matmul": 0.5,
     "share_of_copy": 0.1,
     "speedup": 4.6,
+    "share_of_gain": -0.1,
     "counted": {
         "load_bytes": 1,
         "store_bytes": 2,

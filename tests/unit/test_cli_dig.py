@@ -97,6 +97,19 @@ def test_a_preset_is_cut_for_the_cpu() -> None:
     assert {row["dtype"] for row in printed["rows"]} == {"float32", "float16"}
 
 
+def test_steps_follow_the_ladder() -> None:
+    done = dig("--steps", "--causal", "--seqlen", "64", "--rungs", "v1,v2", "--json")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)["rows"]
+    steps = [row for row in rows if row["kind"] == "step"]
+    assert [row["name"] for row in rows if row["kind"] == "rung"] == ["v1", "v2"]
+    assert {row["features"]["path"] for row in steps} == {"cumulative", "leave-one-out"}
+    assert all(row["gate"] == "ok" for row in steps)
+    by_name = {row["name"]: row for row in rows}
+    assert by_name["step:none"]["counted"] == by_name["v1"]["counted"]
+    assert by_name["step:causal_skipping"]["counted"] == by_name["v2"]["counted"]
+
+
 def test_walk() -> None:
     done = dig("--walk")
     assert done.returncode == 0, done.stderr

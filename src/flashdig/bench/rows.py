@@ -141,6 +141,7 @@ FIELDS: dict[str, Rule] = {
     "share_of_matmul": AMOUNT,
     "share_of_copy": AMOUNT,
     "speedup": AMOUNT,
+    "share_of_gain": ("a finite number", _is_number),
     "counted": ("{load_bytes, store_bytes, matmul_flops, source}", _is_counted),
     "sentence": TEXT,
     "preset": TEXT,
@@ -180,6 +181,7 @@ FROM_TIMING = (
     "share_of_matmul",
     "share_of_copy",
     "speedup",
+    "share_of_gain",
     "fwd_bwd_ms",
     "fwd_bwd_tflops",
 )

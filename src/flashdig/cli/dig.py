@@ -56,6 +56,10 @@ def command(
     rungs: Annotated[
         str | None, typer.Option(help="Comma-separated rungs, bottom first; default all.")
     ] = None,
+    steps: Annotated[
+        bool,
+        typer.Option("--steps", help="Also take v1 to v2 step by step (presets: on some cells)."),
+    ] = False,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of each measurement.")] = 12,
     seed: Annotated[int, typer.Option(help="Seed of random input.")] = 0,
     output: Annotated[
@@ -89,11 +93,16 @@ def command(
             generation(name)
     except ValueError as error:
         raise UsageError(f"--rungs: {error}") from error
-    _dig(request, names, rounds, output, as_json)
+    _dig(request, names, rounds, steps, output, as_json)
 
 
 def _dig(
-    request: Request, names: list[str], rounds: int, output: Path | None, as_json: bool
+    request: Request,
+    names: list[str],
+    rounds: int,
+    steps: bool,
+    output: Path | None,
+    as_json: bool,
 ) -> None:
     from rich.console import Console
 
@@ -112,7 +121,7 @@ def _dig(
     notes: list[str] = []
     with _progress(quiet=as_json) as progress:
         for cell_rows, cell_notes in expedition(
-            request, names, run.run_id, rounds=rounds, progress=progress
+            request, names, run.run_id, rounds=rounds, steps=steps, progress=progress
         ):
             rows += cell_rows
             notes += [note for note in cell_notes if note not in notes]

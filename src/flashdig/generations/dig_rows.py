@@ -17,13 +17,14 @@ if TYPE_CHECKING:
 
 def rows_of(findings: CellFindings, run_id: str, preset: str | None) -> list[dict[str, Any]]:
     """Rows of kind "rung", bottom rung first; unknown values are left out."""
-    rows = [_row(findings, found, run_id, preset) for found in findings.rungs]
+    rows = [row_of(findings, found, run_id, preset) for found in findings.rungs]
     for row in rows:  # a row that no record would take must show before the next hour's work
         check_row(row, [run_id], f"rung {row['name']}")
     return rows
 
 
-def _row(findings: CellFindings, found: Found, run_id: str, preset: str | None) -> dict[str, Any]:
+def row_of(findings: CellFindings, found: Found, run_id: str, preset: str | None) -> dict[str, Any]:
+    """One rung of the ladder; unknown values are left out."""
     problem = findings.problem
     prediction = found.prediction
     traffic, kernel = prediction.traffic, prediction.triton

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from flashdig.bench.timing import measured_ceilings
+from flashdig.bench.timing import Ceilings, measured_ceilings
 from flashdig.generations.dig_rows import rows_of
-from flashdig.generations.excavation import Progress, cut_for_cpu, dig_on_cpu, dig_on_gpu
+from flashdig.generations.excavation import (
+    CellFindings,
+    Progress,
+    cut_for_cpu,
+    dig_on_cpu,
+    dig_on_gpu,
+)
 from flashdig.generations.inputs import QKV, from_safetensors, random_qkv
 from flashdig.generations.minilm import minilm_qkv
 from flashdig.generations.presets import PRESETS, Cell, Preset
+from flashdig.generations.step_rows import step_exhibits, step_rows_of
 from flashdig.hardware.detect import device_of_name
+from flashdig.hardware.devices import Device
 from flashdig.problem import AttentionProblem
 
 
@@ -94,60 +102,111 @@ def from_text(text: str, layer: int, dtype: str | None, causal: bool) -> Request
     return _given(minilm_qkv(text, layer, dtype=wanted), causal, tf32)
 
 
+@dataclass(frozen=True)
+class Machine:
+    """What a dig runs on.
+
+    Attributes:
+        ceilings: rates measured in this run; None without a GPU.
+        device: its row of the device table; None where there is none.
+        rounds: of each measurement.
+    """
+
+    ceilings: Ceilings | None
+    device: Device | None
+    rounds: int
+
+    @property
+    def device_type(self) -> str:
+        return "cpu" if self.ceilings is None else "cuda"
+
+    @classmethod
+    def here(cls, rounds: int, progress: Progress) -> Machine:
+        """This machine; measures the rates of its GPU."""
+        if not has_gpu():
+            return cls(None, None, rounds)
+        progress("measuring the matmul and copy rates of this GPU")
+        return cls(measured_ceilings(), device_of_name(torch.cuda.get_device_name()), rounds)
+
+    def dig(
+        self,
+        cell: Cell,
+        inputs: QKV,
+        names: Sequence[str],
+        *,
+        forward_backward: bool,
+        progress: Progress,
+    ) -> CellFindings:
+        """The named exhibits on one problem."""
+        if self.ceilings is None:
+            return dig_on_cpu(cell, inputs, names, progress=progress)
+        return dig_on_gpu(
+            cell,
+            inputs,
+            names,
+            device=self.device,
+            ceilings=self.ceilings,
+            rounds=self.rounds,
+            forward_backward=forward_backward,
+            progress=progress,
+        )
+
+
 def expedition(
     request: Request,
     names: Sequence[str],
     run_id: str,
     *,
     rounds: int,
+    steps: bool,
     progress: Progress,
 ) -> Iterator[tuple[list[dict[str, Any]], list[str]]]:
-    """Dig at each site; yields its rows and notes as soon as they are there."""
-    ceilings = device = None
-    if has_gpu():
-        device = device_of_name(torch.cuda.get_device_name())
-        progress("measuring the matmul and copy rates of this GPU")
-        ceilings = measured_ceilings()
+    """Dig at each site; yields its rows and notes as soon as they are there.
+
+    Args:
+        steps: also take the steps from v1 to v2, of presets on the cells that ask for them.
+    """
+    machine = Machine.here(rounds, progress)
     for number, site in enumerate(request.sites, 1):
         prefix = f"{number}/{len(request.sites)} " if len(request.sites) > 1 else ""
 
-        def step(text: str, prefix: str = prefix) -> None:
+        def told(text: str, prefix: str = prefix) -> None:
             progress(prefix + text)
 
-        preset = None if site.preset is None else site.preset.name
-        if ceilings is not None:
-            inputs = site.make(site.cell.problem, "cuda")
-            findings = dig_on_gpu(
-                site.cell,
-                inputs,
-                names,
-                device=device,
-                ceilings=ceilings,
-                rounds=rounds,
-                forward_backward=site.preset is not None and site.preset.forward_backward,
-                progress=step,
-            )
-        else:
-            cell = site.cell if site.fixed else Cell(cut_for_cpu(site.cell.problem))
-            inputs = site.make(cell.problem, "cpu")
-            findings = dig_on_cpu(cell, inputs, names, progress=step)
-            if cell.problem != site.cell.problem:
-                findings.notes.append(
-                    f"Cut for the CPU: {cell.problem.describe()} in place of "
-                    f"{site.cell.problem.describe()}."
-                )
-        if ceilings is not None and device is None:
-            findings.notes.append(
-                f"{findings.device_name} is not in the device table: no time was predicted."
-            )
-        if site.fixed:
-            findings.notes.append(f"Input: {inputs.source}.")
-        if inputs.tokens:
-            findings.notes.append(strongest_pairs(inputs, site.cell.problem.causal))
+        preset = site.preset.name if site.preset is not None else None
+        cell = site.cell
+        if machine.ceilings is None and not site.fixed:
+            cell = replace(cell, problem=cut_for_cpu(cell.problem))
+        inputs = site.make(cell.problem, machine.device_type)
+        both = site.preset is not None and site.preset.forward_backward
+        findings = machine.dig(cell, inputs, names, forward_backward=both, progress=told)
+        rows = rows_of(findings, run_id, preset)
+        if steps and (site.preset is None or cell.steps):
+            exhibits = step_exhibits(cell.problem, machine.device_type)
+            taken = machine.dig(cell, inputs, exhibits, forward_backward=False, progress=told)
+            rows += step_rows_of(taken, run_id, preset)
+        _add_notes(findings, site, inputs)
         del inputs
-        if ceilings is not None:
+        if machine.ceilings is not None:
             torch.cuda.empty_cache()
-        yield rows_of(findings, run_id, preset), findings.notes
+        yield rows, findings.notes
+
+
+def _add_notes(findings: CellFindings, site: Site, inputs: QKV) -> None:
+    """What a reader must know about a site beside its rows."""
+    if findings.problem != site.cell.problem:
+        findings.notes.append(
+            f"Cut for the CPU: {findings.problem.describe()} in place of "
+            f"{site.cell.problem.describe()}."
+        )
+    if findings.ceilings is not None and findings.device is None:
+        findings.notes.append(
+            f"{findings.device_name} is not in the device table: no time was predicted."
+        )
+    if site.fixed:
+        findings.notes.append(f"Input: {inputs.source}.")
+    if inputs.tokens:
+        findings.notes.append(strongest_pairs(inputs, site.cell.problem.causal))
 
 
 def strongest_pairs(inputs: QKV, causal: bool, count: int = 3) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from flashdig.problem import AttentionProblem
 
 SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
+STEPS_SEQLEN = 4096
 
 
 @dataclass(frozen=True)
@@ -25,11 +26,13 @@ class Cell:
     Attributes:
         tf32: float32 products may use TF32; without, they are IEEE.
         published: rung -> the article's figure.
+        steps: also take the way from v1 to v2 step by step.
     """
 
     problem: AttentionProblem
     tf32: bool = False
     published: dict[str, Published] = field(default_factory=dict)
+    steps: bool = False
 
     @property
     def precision(self) -> str:
@@ -73,7 +76,7 @@ def _fa2_paper_cells() -> tuple[Cell, ...]:
                 published["sdpa_flash"] = Published(
                     forward_backward_tflops=float(tflops), chip="A100 80 GB"
                 )
-            cells.append(Cell(problem, published=published))
+            cells.append(Cell(problem, published=published, steps=seqlen == STEPS_SEQLEN))
     return tuple(cells)
 
 
@@ -85,9 +88,9 @@ def _archaeology_cells() -> tuple[Cell, ...]:
     }
     problem = AttentionProblem.dense(10, 64, 1024, 64, "float32")
     return (
-        Cell(problem, published=turing),
+        Cell(problem, published=turing, steps=True),
         Cell(problem, tf32=True),
-        Cell(problem.replace(dtype="float16")),
+        Cell(problem.replace(dtype="float16"), steps=True),
         Cell(problem.replace(dtype="bfloat16")),
     )
 

@@ -30,8 +30,11 @@ def problem_title(row: Row) -> str:
 
 
 def print_ladder(rows: Sequence[Row], console: Console) -> None:
-    """One table and one list of sentences for each problem among the rows, in their order."""
-    for title, group in groupby(rows, key=problem_title):
+    """One table and one list of sentences for each problem among the rows, in their order.
+
+    Steps come in tables of their own, one for each path.
+    """
+    for title, group in groupby(rows, key=_table_title):
         cell = list(group)
         console.print(f"[bold]{title}[/bold]", highlight=False)
         table, hidden = ladder_table(cell, console.width)
@@ -43,6 +46,19 @@ def print_ladder(rows: Sequence[Row], console: Console) -> None:
             for line in surprise_lines(row):
                 console.print(f"  [yellow]surprise[/yellow] {line}", highlight=False)
         console.print()
+
+
+_PATHS = {
+    "cumulative": "v1 to v2, one step more at a time",
+    "leave-one-out": "v2 without one step",
+    "pair": "warps split the queries or the keys",
+}
+
+
+def _table_title(row: Row) -> str:
+    title = problem_title(row)
+    path = row["features"].get("path")
+    return title if path is None else f"{title}: {_PATHS[path]}"
 
 
 @dataclass(frozen=True)
@@ -132,6 +148,19 @@ def surprise_lines(row: Row) -> list[str]:
 _UNITS = {"time": " ms", "time floor": " ms", "loads": " bytes", "stores": " bytes"}
 
 
+def _speedup(row: Row, path: str) -> str:
+    own = row["features"].get("path", "rung")
+    return _number(row.get("speedup"), "{:.2f}x") if own == path else ""
+
+
+def _exchange(row: Row) -> str:
+    """Static instruction counts of the pair."""
+    counts = row["features"].get("instructions")
+    if counts is None:
+        return ""
+    return " ".join(str(counts[family]) for family in ("BAR", "SHFL", "LDS", "LDSM", "STS"))
+
+
 def _number(value: float | None, form: str) -> str:
     return "" if value is None else form.format(value)
 
@@ -184,7 +213,12 @@ def _size(amount: float | None) -> str:
 COLUMNS = (
     Column("time", _time, 0),
     Column("TFLOP/s", lambda row: _number(row.get("tflops"), "{:.1f}"), 1),
-    Column("vs below", lambda row: _number(row.get("speedup"), "{:.2f}x"), 2),
+    Column("vs below", lambda row: _speedup(row, "rung"), 2),
+    Column("vs before", lambda row: _speedup(row, "cumulative"), 2),
+    Column("vs v2", lambda row: _speedup(row, "leave-one-out"), 2),
+    Column("vs split-K", lambda row: _speedup(row, "pair"), 2),
+    Column("of the gain", lambda row: _percent(row.get("share_of_gain")), 2),
+    Column("BAR SHFL LDS LDSM STS", _exchange, 3),
     Column("of matmul", lambda row: _percent(row.get("share_of_matmul")), 6),
     Column("of copy", lambda row: _percent(row.get("share_of_copy")), 10),
     Column("expected", _expected, 7),
