@@ -80,7 +80,27 @@ def test_one_warp_for_all_rows_reads_keys_once():
     keys_and_values, queries = 2 * 64 * 64 * 2 / 128, 64 * 64 * 2 / 128
     assert one.shared == queries + keys_and_values
     assert four.shared == queries + 4 * keys_and_values
-    assert eight.shared == four.shared  # 16 rows are the least a warp multiplies
+    # 16 rows are the least a warp multiplies: eight stand in two columns, read Q twice and exchange
+    # P, which is written once and read by both columns
+    scores = 64 * 64 * 2 / 128
+    assert eight.shared == 2 * queries + 4 * keys_and_values + 3 * scores
+
+
+def test_copied_tiles_take_the_bandwidth_of_shared_memory():
+    sizes = {"tile_m": 64, "tile_n": 64, "head_dim": 64}
+    plain = inner_iteration(HOPPER, **sizes)
+    copied = inner_iteration(HOPPER, copies_tiles=True, **sizes)
+    assert copied.shared == plain.shared == 3 * 64 * 64 * 2 / 128
+    assert copied.copies == 2 * 64 * 64 * 2 / 128
+    assert copied.pipes["shared memory"] == copied.shared + copied.copies == 320
+    # 64 x 64 tiles keep it busier than the tensor cores
+    assert copied.pipes["shared memory"] > copied.pipes["tensor cores"] == 256
+
+
+def test_three_products_of_lower_precision_for_one():
+    sizes = {"tile_m": 64, "tile_n": 64, "head_dim": 64, "dtype": "tfloat32"}
+    one, three = (inner_iteration(HOPPER, matmul_passes=passes, **sizes) for passes in (1, 3))
+    assert three.matmul == 3 * one.matmul
 
 
 def test_operands_of_mma_sync_are_waited_for_only_beside_a_newer_instruction():

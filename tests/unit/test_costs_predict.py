@@ -54,9 +54,8 @@ def test_no_measurement_is_faster_than_its_floor():
         ("sdpa_flash", "forward", (64, 128), 0.15),
         ("v3", "forward", (64, 128, 256), 0.16),
         ("sdpa_flash", "backward", (64, 128, 256), 0.25),  # the start of short causal rows is slow
-        ("sdpa_cudnn", "forward", (64,), 0.16),
-        # its kernels at larger head_dim are not the ping-pong that the schedule assumes
-        ("sdpa_cudnn", "forward", (128, 256), 0.30),
+        ("sdpa_cudnn", "forward", (64, 128), 0.15),
+        ("sdpa_cudnn", "forward", (256,), 0.30),
         ("sdpa_flash", "forward", (256,), 0.28),  # spills and one block an SM are not modelled
     ],
 )
@@ -75,7 +74,8 @@ def test_expected_times_at_2k_and_longer(generation, direction, head_dims, toler
 
 @pytest.mark.parametrize(
     ("generation", "microseconds"),
-    [("naive", 2271), ("inplace", 2017), ("sdpa_math", 5112), ("sdpa_flash", 158)],
+    # naive: its copy took 252 us in that eager call; as a node of a graph it takes 398
+    [("naive", 2271 + 146), ("inplace", 2017), ("sdpa_math", 5112), ("sdpa_flash", 158)],
 )
 def test_eager_and_fused_attention_as_profilers_recorded_it(generation, microseconds):
     """Sums of the kernels of one call: batch 4, 16 heads, seqlen 2048, head_dim 64, causal."""
@@ -127,7 +127,7 @@ def test_skipping_hidden_tiles_makes_causal_attention_nearly_twice_as_fast(seqle
         )
         for mask in (False, True)
     )
-    assert 1.65 < full.expected_s / causal.expected_s < 1.95
+    assert 1.6 < full.expected_s / causal.expected_s < 1.95
     assert 1.7 < causal.imbalance < 2
 
 
@@ -142,12 +142,15 @@ def test_the_math_backend_is_slower_than_naive_on_an_a100():
 def test_the_triton_article_on_a_turing_card():
     """It measured 166 ms for v1, 156 for v2 and 34 for v2 with K transposed.
 
-    The model's v2 has no bank conflicts, so it is the last of these that it can explain.
+    Bank conflicts make the model's v2 2.3 times slower than its last, on an H200 2.4 times as
+    measured; the article's other factor of two is not explained.
     """
     problem = AttentionProblem.dense(10, 64, 1024, 64, "float32")
     device = find_device("rtx-2070")
     first, second, last = (predict(problem, device, name) for name in ("v1", "v2", "v2_transposed"))
     assert last.expected_s == pytest.approx(34e-3, rel=0.15)
+    assert second.pipes["shared memory"] > 2 * last.pipes["shared memory"]
+    assert 2 < second.expected_s / last.expected_s < 2.5
     assert second.expected_s < first.expected_s
     assert first.programs == 640
     assert second.programs == 20_480
@@ -301,7 +304,9 @@ def test_a_lower_clock_makes_everything_but_memory_slower():
     fast, slow = (predict(problem, H200, clock_hz=clock) for clock in (1.98e9, 0.99e9))
     assert slow.roofs.matmul_s == pytest.approx(2 * fast.roofs.matmul_s)
     assert slow.roofs.memory_s == fast.roofs.memory_s
-    assert slow.expected_s == pytest.approx(2 * fast.expected_s, rel=1e-3)
+    # all but the round trips at the start and end of programs
+    assert slow.expected_s == pytest.approx(2 * fast.expected_s, rel=0.02)
+    assert slow.expected_s < 2 * fast.expected_s
 
 
 def test_a_tile_of_ones_own():

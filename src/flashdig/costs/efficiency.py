@@ -25,8 +25,12 @@ class Efficiency:
     Attributes:
         matmul: of the product peak at the clock at hand; copy: of memory bandwidth for loads and
             stores mixed; read: for loads alone; exp2: of the special function units.
+        memcpy, matmul_stream, tile_update: of memory bandwidth for copy nodes, for scores that a
+            product writes or reads, and for tiles that are read and written back all the time.
         read_start_s: time of a read besides its bytes.
-        broadcast_scores_per_s, softmax_scores_per_s: limits of eager kernels; None is unknown.
+        mma_sync: of the product peak, for `mma.sync` beside a newer instruction; None is unknown.
+        strided_elements_per_s, broadcast_scores_per_s: limits of torch's kernels; None is unknown.
+        softmax_rates: (longest row, scores a second) of its softmax kernels; empty is unknown.
         clock_hz: SM clock to reckon with when none was observed.
         notes: each fraction's origin, in words.
     """
@@ -35,11 +39,20 @@ class Efficiency:
     copy: float
     read: float
     exp2: float
+    memcpy: float
+    matmul_stream: float
+    tile_update: float
     read_start_s: float
+    mma_sync: float | None
+    strided_elements_per_s: float | None
     broadcast_scores_per_s: float | None
-    softmax_scores_per_s: float | None
+    softmax_rates: tuple[tuple[float, float], ...]
     clock_hz: float
     notes: tuple[str, ...]
+
+    def softmax_scores_per_s(self, row_length: int) -> float | None:
+        """Of the kernel that torch takes for rows of this length; None is unknown."""
+        return next((rate for longest, rate in self.softmax_rates if row_length <= longest), None)
 
 
 def efficiency(device: Device, dtype: str) -> Efficiency:
@@ -57,9 +70,14 @@ def efficiency(device: Device, dtype: str) -> Efficiency:
             copy=ASSUMED_COPY_FRACTION,
             read=ASSUMED_READ_FRACTION,
             exp2=ASSUMED_EXP2_FRACTION,
+            memcpy=ASSUMED_COPY_FRACTION,
+            matmul_stream=ASSUMED_COPY_FRACTION,
+            tile_update=ASSUMED_COPY_FRACTION,
             read_start_s=0.0,
+            mma_sync=None,
+            strided_elements_per_s=None,
             broadcast_scores_per_s=None,
-            softmax_scores_per_s=None,
+            softmax_rates=(),
             clock_hz=device.highest_clock_hz,
             notes=tuple(notes),
         )
@@ -77,9 +95,14 @@ def efficiency(device: Device, dtype: str) -> Efficiency:
         copy=copy,
         read=read,
         exp2=ASSUMED_EXP2_FRACTION,
+        memcpy=measured.memcpy_bytes_per_s / device.memory_bytes_per_s,
+        matmul_stream=measured.matmul_stream_bytes_per_s / device.memory_bytes_per_s,
+        tile_update=measured.tile_update_bytes_per_s / device.memory_bytes_per_s,
         read_start_s=measured.read_start_s,
+        mma_sync=measured.mma_sync_fraction,
+        strided_elements_per_s=measured.strided_elements_per_s,
         broadcast_scores_per_s=measured.broadcast_scores_per_s,
-        softmax_scores_per_s=measured.softmax_scores_per_s,
+        softmax_rates=measured.softmax_scores_per_s,
         clock_hz=measured.load_clock_hz,
         notes=tuple(notes),
     )

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from flashdig.costs.shared_memory import backward_operands, forward_operands
 from flashdig.hardware.arch import Architecture
 from flashdig.problem import DTYPE_BYTES
 
@@ -27,8 +28,6 @@ _LOOP_INSTRUCTIONS = 103
 _LOOP_INSTRUCTIONS_BACKWARD = 195
 # Lanes that hold a row of an accumulator together, each of which computes the rescale factor.
 _LANES_A_ROW = 4
-# A 16-row slice is the least that one warp's product works on.
-_MMA_SYNC_ROWS = 16
 # Shared-memory bytes a multiply-add of CUDA-core products in float32: 1,024 wavefronts of 128 bytes
 # for the 131,072 multiply-adds of a 32 x 32 x 64 iteration, by the counters of the Triton article.
 _FMA_BYTES_A_MULTIPLY_ADD = 1.0
@@ -41,6 +40,7 @@ class IterationCycles:
     Attributes:
         matmul: all products; on tensor cores or FMA units as `path` says.
         shared: operands read from shared memory (and P, dS written, in the backward).
+        copies: tiles of K and V written to shared memory by asynchronous copies.
         exp2: exponentials, those of the rescale factors included; None where the rate is unknown.
         exp2_rescale: the part for rescale factors.
         fma: softmax arithmetic on the FMA units.
@@ -55,6 +55,7 @@ class IterationCycles:
     waits_for_operands: bool
     matmul: float
     shared: float
+    copies: float
     exp2: float | None
     exp2_rescale: float | None
     fma: float
@@ -67,7 +68,7 @@ class IterationCycles:
         products = "FMA units (products)" if self.path == "fma" else "tensor cores"
         cycles = {
             products: self.matmul,
-            "shared memory": self.shared,
+            "shared memory": self.shared + self.copies,
             "FMA units": self.fma,
             "issue": self.issue,
         }
@@ -98,6 +99,10 @@ def inner_iteration(
     path: Path = "fastest",
     backward: bool = False,
     matmul_flop_per_clock: float | None = None,
+    matmul_passes: int = 1,
+    shared_cycles: float | None = None,
+    issue_cycles: float | None = None,
+    copies_tiles: bool = False,
 ) -> IterationCycles:
     """Cycles of `tile_m` queries against `tile_n` keys.
 
@@ -108,6 +113,9 @@ def inner_iteration(
             "fma" no tensor cores.
         matmul_flop_per_clock: of one SM of this very chip, where it differs from the
             architecture's (GeForce).
+        matmul_passes: products of lower precision that make one of float32 ("3xTF32": three).
+        shared_cycles, issue_cycles: of this very kernel, where they are known.
+        copies_tiles: K and V come through copies into shared memory (all but the plainest kernels).
 
     Raises ValueError when the architecture has no such product.
     """
@@ -118,12 +126,12 @@ def inner_iteration(
     element_bytes = DTYPE_BYTES["float32" if dtype == "tfloat32" else dtype]
     if path == "fma":
         shared_bytes = multiply_adds * _FMA_BYTES_A_MULTIPLY_ADD * element_bytes / 4
-    elif backward:
-        shared_bytes = _backward_operands(arch, tile_m, tile_n, head_dim, head_dim_v, warps, path)
-        shared_bytes *= element_bytes
     else:
-        shared_bytes = _forward_operands(arch, tile_m, tile_n, head_dim, head_dim_v, warps, path)
+        operands = backward_operands if backward else forward_operands
+        newest = path == "fastest"
+        shared_bytes = operands(arch, tile_m, tile_n, head_dim, head_dim_v, warps, newest=newest)
         shared_bytes *= element_bytes
+    copied_bytes = tile_n * (head_dim + head_dim_v) * element_bytes if copies_tiles else 0
 
     rescales = 0 if backward else _LANES_A_ROW * tile_m
     if backward:
@@ -139,12 +147,17 @@ def inner_iteration(
     return IterationCycles(
         path=path,
         waits_for_operands=path == "mma.sync" and arch.mma_rows is not None,
-        matmul=2 * multiply_adds / rate,
-        shared=shared_bytes / arch.shared_bytes_per_clock,
+        matmul=matmul_passes * 2 * multiply_adds / rate,
+        shared=shared_bytes / arch.shared_bytes_per_clock
+        if shared_cycles is None
+        else shared_cycles,
+        copies=copied_bytes / arch.shared_bytes_per_clock,
         exp2=None if exp2_rate is None else (scores + rescales) / exp2_rate,
         exp2_rescale=None if exp2_rate is None else rescales / exp2_rate,
         fma=fma_operations / arch.fma_per_clock,
-        issue=lane_instructions / lanes + loop_instructions / arch.issue_per_clock,
+        issue=lane_instructions / lanes + loop_instructions / arch.issue_per_clock
+        if issue_cycles is None
+        else issue_cycles,
         exp2_issue=(scores + rescales) / lanes,
     )
 
@@ -162,56 +175,3 @@ def _matmul_rate(
             f"they do {', '.join(arch.mma_flop_per_clock)}"
         )
     return arch.mma_flop_per_clock[dtype]
-
-
-def _forward_operands(
-    arch: Architecture,
-    tile_m: int,
-    tile_n: int,
-    head_dim: int,
-    head_dim_v: int,
-    warps: int,
-    path: Path,
-) -> float:
-    """Elements read from shared memory; P comes from registers or tensor memory."""
-    keys = tile_n * (head_dim + head_dim_v)
-    return tile_m * head_dim + keys * _repeats(arch, tile_m, warps, path)
-
-
-def _backward_operands(
-    arch: Architecture,
-    tile_m: int,
-    tile_n: int,
-    head_dim: int,
-    head_dim_v: int,
-    warps: int,
-    path: Path,
-) -> float:
-    """Elements of the five products' operands in shared memory, and P and dS written to it."""
-    if path == "mma.sync" or arch.mma_rows is None:
-        # warps stand in two columns: each reads its half of B and the rows of A twice
-        column_warps = 2 if warps > 1 else 1
-        row_warps = max(1, warps // column_warps)
-        repeats_m = repeats_n = float(row_warps)
-    else:
-        column_warps = 1
-        repeats_m = _repeats(arch, tile_m, warps, path)
-        repeats_n = _repeats(arch, tile_n, warps, path)
-    scores = tile_m * tile_n
-    queries, keys = tile_m * head_dim, tile_n * head_dim
-    queries_v, keys_v = tile_m * head_dim_v, tile_n * head_dim_v
-    products = (
-        column_warps * queries + repeats_m * keys,  # S = Q K^T
-        column_warps * queries_v + repeats_m * keys_v,  # dP = dO V^T
-        column_warps * scores + repeats_n * queries_v,  # dV = P^T dO
-        column_warps * scores + repeats_m * keys,  # dQ = dS K
-        column_warps * scores + repeats_n * queries,  # dK = dS^T Q
-    )
-    return sum(products) + 2 * scores
-
-
-def _repeats(arch: Architecture, rows: int, warps: int, path: Path) -> float:
-    """How often the B operand is read from shared memory: once for each group of rows."""
-    if path == "mma.sync" or arch.mma_rows is None:
-        return float(max(1, min(warps, rows // _MMA_SYNC_ROWS)))
-    return max(1.0, rows / arch.mma_rows)

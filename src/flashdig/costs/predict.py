@@ -51,8 +51,10 @@ def predict(
     for a dtype that the chip has no known peak for.
     """
     schedule = _schedule(problem, device, generation, direction)
-    dtype = problem.dtype
-    if dtype == "float32" and problem.allow_tf32:
+    dtype, passes = problem.dtype, 1
+    if dtype == "float32" and schedule.matmul_passes and device.flop_per_s("tfloat32"):
+        dtype, passes = "tfloat32", schedule.matmul_passes
+    elif dtype == "float32" and problem.allow_tf32:
         dtype = "tfloat32"
     path = product_path(schedule, device.arch, dtype)
     if path == "fma":
@@ -65,6 +67,7 @@ def predict(
         direction=direction,
         dtype=dtype,
         path=path,
+        matmul_passes=passes,
         known=known,
         floor_clock_hz=clock_hz or device.highest_clock_hz,
         expected_clock_hz=clock_hz or known.clock_hz,

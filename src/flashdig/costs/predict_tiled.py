@@ -8,8 +8,8 @@ import math
 from flashdig.costs import flops as flop_counts
 from flashdig.costs import l2
 from flashdig.costs.efficiency import KERNEL_START_S
-from flashdig.costs.grid import makespan, v1_programs
-from flashdig.costs.pipes import inner_iteration
+from flashdig.costs.grid import makespan
+from flashdig.costs.kernel_cycles import KernelCycles, kernel_cycles
 from flashdig.costs.prediction import Prediction, Question
 from flashdig.costs.roofline import MEMORY, roofs
 from flashdig.costs.schedules import Tile, iteration_cycles, tile_of
@@ -29,6 +29,10 @@ from flashdig.costs.traffic import (
 from flashdig.hardware.occupancy import ASSUMED_MEMORY_LATENCY_S
 from flashdig.problem import Mask
 
+# A warp that shares its scheduler with no other issues its next instruction when the one before is
+# done: arithmetic takes 4 cycles, exponentials, divisions and shared memory more. Assumed.
+_LONE_WARP_CYCLES = 5.0
+
 
 def predict_tiled(question: Question, tile: Tile | None = None) -> Prediction:
     """Forward or backward of a tiled generation; `tile` instead of its own."""
@@ -47,48 +51,34 @@ def predict_tiled(question: Question, tile: Tile | None = None) -> Prediction:
     floor = roofs(
         device,
         memory_bytes=minimum.total_bytes,
-        flops=worked_flops,
+        flops=worked_flops * question.matmul_passes,
         dtype=question.dtype,
         exp2=worked.visible_pairs,
         clock_hz=question.floor_clock_hz,
         busy_fraction=busy_fraction,
     )
 
-    cycles = inner_iteration(
-        device.arch,
-        tile_m=tile.block_m,
-        tile_n=tile.block_n,
-        head_dim=problem.head_dim,
-        head_dim_v=problem.head_dim_v,
-        dtype=question.dtype,
-        warps=tile.warps,
-        path=question.path,
-        backward=backward,
-        matmul_flop_per_clock=_flop_per_clock(question),
-    )
+    kernel = kernel_cycles(question, tile, programs)
+    cycles = kernel.cycles
     matmul_fraction, notes = _matmul_fraction(question)
     iteration_s = iteration_cycles(
         schedule,
         cycles,
         matmul_fraction=matmul_fraction,
         exp2_fraction=question.known.exp2,
+        resident_blocks=kernel.resident_blocks,
         backward=backward,
     )
-    iteration_s = iteration_s / question.expected_clock_hz + _wait_per_iteration(question)
-    start_s = _wait_per_program(question)
+    iteration_s = max(iteration_s / question.expected_clock_hz, _chain_s(question, kernel))
+    start_s = _wait_per_program(question, kernel)
     compute_s = makespan([start_s + n * iteration_s for n in iterations], device.sm_count, heads)
-    issued, memory = _traffic(question, tile)
+    resident = device.sm_count * kernel.resident_blocks
+    issued, memory = _traffic(question, tile, resident)
     around = _traffic_around(question)
-    memory_s, around_s = (
-        moved.total_bytes / (device.memory_bytes_per_s * question.known.copy)
-        for moved in (memory, around)
-    )
-    if schedule.loops == "keys outside":
-        # each step waits for the O that the step before stored, and only the busy SMs ask for bytes
-        memory_s /= busy_fraction
-        expected_s = compute_s + memory_s + around_s
-    else:
-        expected_s = max(compute_s, memory_s) + around_s
+    updates = schedule.loops == "keys outside"
+    reached = question.known.tile_update if updates else question.known.copy
+    memory_s = memory.total_bytes / (device.memory_bytes_per_s * reached)
+    expected_s = max(compute_s, memory_s) + _around_s(question, around)
     kernels = _kernel_count(question)
     expected_s += kernels * KERNEL_START_S
 
@@ -118,7 +108,7 @@ def predict_tiled(question: Question, tile: Tile | None = None) -> Prediction:
         scratch_bytes=_scratch_bytes(question),
         pipes=cycles.pipes,
         programs=programs,
-        waves=programs / (device.sm_count * schedule.blocks_per_sm),
+        waves=programs / resident,
         imbalance=_imbalance(iterations),
         notes=notes,
     )
@@ -144,19 +134,37 @@ def _imbalance(iterations: list[int]) -> float:
     return max(iterations) / mean if mean else 1.0
 
 
-def _wait_per_program(question: Question) -> float:
-    """Round trips to memory that no other block hides: Q, then K, and O at the end."""
-    if question.schedule.blocks_per_sm > 1 and question.direction == "forward":
-        return 0.0
-    return 3 * ASSUMED_MEMORY_LATENCY_S
+def _wait_per_program(question: Question, kernel: KernelCycles) -> float:
+    """Round trips to memory at the start and end of a program, shared by the resident ones.
+
+    A plain block waits for Q, then K, then V, and for O to be taken; a producer warp (ping-pong)
+    asks for Q, K and V at once. The backward's blocks wait in step.
+    """
+    if question.direction == "backward" or question.schedule.overlap == "ping-pong":
+        return 3 * ASSUMED_MEMORY_LATENCY_S
+    return 4 * ASSUMED_MEMORY_LATENCY_S / kernel.resident_blocks
 
 
-def _wait_per_iteration(question: Question) -> float:
-    """With the keys outside, every step loads the O that an earlier step has stored."""
+def _chain_s(question: Question, kernel: KernelCycles) -> float:
+    """With the keys outside, a block's step is one chain, which only other blocks can fill.
+
+    Every step loads the O that an earlier step has stored, works on it and stores it: a round trip
+    to memory and the instructions of a warp, each of which waits for the one before.
+    """
     if question.schedule.loops != "keys outside":
         return 0.0
-    blocks = math.ceil(v1_programs(question.problem) / question.device.sm_count)
-    return ASSUMED_MEMORY_LATENCY_S / min(question.schedule.blocks_per_sm, max(1, blocks))
+    alone = kernel.instructions * _LONE_WARP_CYCLES / question.expected_clock_hz
+    return (alone + ASSUMED_MEMORY_LATENCY_S) / kernel.resident_blocks
+
+
+def _around_s(question: Question, around: Traffic) -> float:
+    """Fills, roundings and copies before and after the kernel."""
+    seconds = around.total_bytes / (question.device.memory_bytes_per_s * question.known.copy)
+    strided = question.known.strided_elements_per_s
+    if question.schedule.name == "v2_transposed" and strided is not None:
+        elements = tensor_bytes(question.problem).k / question.problem.element_bytes
+        seconds = max(seconds, elements / strided)
+    return seconds
 
 
 def _falling(total: int, count: int, longest: float) -> list[int]:
@@ -174,19 +182,13 @@ def _falling(total: int, count: int, longest: float) -> list[int]:
     return [end - start for start, end in itertools.pairwise(marks)]
 
 
-def _flop_per_clock(question: Question) -> float | None:
-    """Of one SM of this chip, from its peak; None leaves the architecture's rate."""
-    device, dtype = question.device, question.dtype
-    peak = device.flop_per_s(dtype)
-    if question.path == "fma" or peak is None:
-        return None
-    return peak / device.sm_count / device.peak_clocks_hz.get(dtype, device.clock_hz)
-
-
 def _matmul_fraction(question: Question) -> tuple[float, tuple[str, ...]]:
     known, arch = question.known, question.device.arch
     if question.path != "mma.sync" or arch.mma_sync_fraction == 1:
         return known.matmul, known.notes
+    if known.mma_sync is not None and question.direction == "forward":
+        note = f"mma.sync comes to {known.mma_sync:.0%} of the peak here, as measured"
+        return min(known.matmul, known.mma_sync), (*known.notes, note)
     if arch.mma_sync_fraction is None:
         note = (
             f"unknown: what mma.sync reaches on compute capability {arch.key}; taken as the "
@@ -197,11 +199,10 @@ def _matmul_fraction(question: Question) -> tuple[float, tuple[str, ...]]:
     return min(known.matmul, arch.mma_sync_fraction), (*known.notes, note)
 
 
-def _traffic(question: Question, tile: Tile) -> tuple[Traffic, Traffic]:
+def _traffic(question: Question, tile: Tile, resident: int) -> tuple[Traffic, Traffic]:
     """(issued, expected at memory) of the kernel itself; the backward's three kernels together."""
     problem, device, schedule = question.problem, question.device, question.schedule
     m, n, cache = tile.block_m, tile.block_n, device.cache_bytes
-    resident = device.sm_count * schedule.blocks_per_sm
     if question.direction == "backward":
         memory = l2.backward_expected(problem, m, n, cache_bytes=cache, resident_programs=resident)
         return flash_backward_issued(problem, m, n), memory

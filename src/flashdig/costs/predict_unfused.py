@@ -87,15 +87,18 @@ def _roofs(kernel: Kernel, question: Question) -> Roofs:
 def _expected_s(kernel: Kernel, question: Question) -> float:
     device, known = question.device, question.known
     moved = kernel.expected(device.cache_bytes).total_bytes
-    seconds = moved / (device.memory_bytes_per_s * known.copy)
+    reached = {"copy": known.memcpy, "matmul": known.matmul_stream}.get(kernel.kind, known.copy)
+    seconds = moved / (device.memory_bytes_per_s * reached)
+    issued = device.arch.issue_per_clock * device.sm_count * question.expected_clock_hz
+    seconds = max(seconds, kernel.warp_instructions / issued)
     if kernel.kind == "matmul":
         dtype = _dtype(kernel, question)
         peak = device.flop_per_s(dtype, question.expected_clock_hz)
         if peak is not None:  # a peak that is unknown has been refused by the roofs
-            reached = peak * efficiency(device, dtype).matmul
-            seconds = max(seconds, kernel.matmul_flops / reached)
+            rate = peak * efficiency(device, dtype).matmul
+            seconds = max(seconds, kernel.matmul_flops / rate)
     scores_per_s = {
         "broadcast": known.broadcast_scores_per_s,
-        "softmax": known.softmax_scores_per_s,
+        "softmax": known.softmax_scores_per_s(kernel.row_length),
     }.get(kernel.kind)
     return max(seconds, kernel.scores / scores_per_s) if scores_per_s else seconds

@@ -23,6 +23,7 @@ class Question:
     Attributes:
         dtype: whose peak the products run at: the input's, "tfloat32", or "float32" on FMA units.
         path: the unit that multiplies.
+        matmul_passes: products of `dtype` for one product of the input's.
         known: efficiencies of the chip for `dtype`.
         floor_clock_hz, expected_clock_hz: SM clocks of the two times.
     """
@@ -33,6 +34,7 @@ class Question:
     direction: str
     dtype: str
     path: Path
+    matmul_passes: int
     known: Efficiency
     floor_clock_hz: float
     expected_clock_hz: float

@@ -5,7 +5,8 @@ Each names the tile, the matrix instruction and the overlap; `predict.py` turns 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from flashdig.costs.pipes import IterationCycles, Path
@@ -43,9 +44,14 @@ class Schedule:
         loops: "unfused" writes scores to memory; the other two are the loop orders of the first
             and the second FlashAttention.
         products: the matrix instruction.
-        overlap: "none": the warps of a block multiply together, then do softmax together. "blocks":
-            two resident blocks, independent of each other, fill each other's gaps in the softmax.
-            "ping-pong": one group of warps multiplies while the other does softmax.
+        overlap: "blocks": two or more blocks (or groups of warps) are resident and independent of
+            each other, and fill each other's gaps in the softmax. "ping-pong": one group of warps
+            multiplies while the other does softmax. "none": neither; warps multiply together, then
+            do softmax together, which is also what "blocks" comes to with one block.
+        warps_per_sm: that the kernel's launch bounds keep resident, by element size; elsewhere two
+            blocks of four warps with up to 255 registers a thread, or one larger block.
+        matmul_passes: products of tfloat32 that stand for one of float32; 0 where float32 is
+            multiplied by FMA units or, if allowed, in one pass of tfloat32.
         triton: compiled by Triton, which uses no tensor cores on compute capability 7.5.
         only: compute capabilities that it exists for; empty for all.
         dtypes: of the input that it takes.
@@ -60,10 +66,13 @@ class Schedule:
     triton: bool = False
     only: tuple[str, ...] = ()
     dtypes: tuple[str, ...] = FLOATS
+    warps_per_sm: Mapping[int, int] = field(default_factory=dict)
+    matmul_passes: int = 0
 
-    @property
-    def blocks_per_sm(self) -> int:
-        """Resident blocks: four warps with up to 255 registers a thread fit twice on an SM."""
+    def blocks_per_sm(self, tile: Tile, element_bytes: int) -> int:
+        """Resident blocks where nothing is known of the compiled kernel."""
+        if element_bytes in self.warps_per_sm:
+            return max(1, self.warps_per_sm[element_bytes] // tile.warps)
         return 2 if self.overlap == "blocks" or self.triton else 1
 
     @property
@@ -83,6 +92,7 @@ SCHEDULES = {
             "v2",
             "FlashAttention-2: queries outside",
             "queries outside",
+            overlap="blocks",
             directions=ALL,
             triton=True,
         ),
@@ -90,6 +100,7 @@ SCHEDULES = {
             "v2_transposed",
             "FlashAttention-2 with K transposed beforehand",
             "queries outside",
+            overlap="blocks",
             triton=True,
         ),
         Schedule(
@@ -97,6 +108,11 @@ SCHEDULES = {
             "SDPA, memory-efficient backend",
             "queries outside",
             products="mma.sync",
+            overlap="blocks",
+            # getWarpsPerSmFw of its kernel_forward.h, and OpMultiplyAddFastF32: three products of
+            # tfloat32 for one of float32, whatever torch allows (gemm_kernel_utils.h)
+            warps_per_sm={2: 16, 4: 12},
+            matmul_passes=3,
         ),
         Schedule(
             "sdpa_flash",
@@ -111,7 +127,7 @@ SCHEDULES = {
             "sdpa_cudnn",
             "SDPA, cuDNN backend",
             "queries outside",
-            overlap="ping-pong",
+            overlap="blocks",
             directions=FORWARD_BACKWARD,
             dtypes=HALVES,
         ),
@@ -138,7 +154,10 @@ def tile_of(schedule: Schedule, problem: AttentionProblem) -> Tile:
     if schedule.triton:
         return exhibit_tile(problem.head_dim, problem.element_bytes)
     if schedule.name == "sdpa_efficient":
-        return Tile(64, 64, 4)
+        # its key tile is as wide as head_dim up to 128; a warp has 32 x 32 of the scores
+        if problem.head_dim <= 64:
+            return Tile(64, 64, 4)
+        return Tile(64, 128, 8) if problem.head_dim <= 128 else Tile(32, 128, 4)
     if schedule.name == "sdpa_flash":
         if problem.head_dim <= 64:
             return Tile(128, 128, 4)
@@ -178,9 +197,15 @@ def shared_tile_bytes(
 
 
 def product_path(schedule: Schedule, arch: Architecture, dtype: str) -> Path:
-    """The unit that multiplies: FMA units for IEEE float32 and for Triton on 7.5."""
+    """The unit that multiplies: FMA units for IEEE float32 and for Triton on 7.5.
+
+    The exhibits' float32 tiles have 32 rows, fewer than the newest instructions multiply, so their
+    tfloat32 products are `mma.sync` everywhere.
+    """
     if dtype == "float32" or (schedule.triton and arch.key == "7.5"):
         return "fma"
+    if schedule.triton and dtype == "tfloat32" and arch.mma_rows is not None:
+        return "mma.sync"
     return schedule.products
 
 
@@ -190,21 +215,27 @@ def iteration_cycles(
     *,
     matmul_fraction: float,
     exp2_fraction: float,
+    resident_blocks: int = 2,
     backward: bool = False,
 ) -> float:
     """Cycles of one iteration under a schedule, at the rates that are reached in practice.
 
     One warp's softmax cannot overlap with itself: its exponentials and its other instructions add
-    up. Operands come from shared memory while the products run, or before them where
-    `waits_for_operands`. The chain of the backward (S, P, dP, dS, then three products) leaves
-    nothing to ping-pong with.
+    up, unless another resident block fills the gaps. Operands come from shared memory while the
+    products run, or before them where `waits_for_operands`; copies into shared memory run beside
+    everything and only take its bandwidth. CUDA-core products are instructions like any other, so
+    with several blocks only the pipes count. The chain of the backward (S, P, dP, dS, then three
+    products) leaves nothing to ping-pong with.
     """
     matmul = cycles.matmul / matmul_fraction
     exp2 = 0.0 if cycles.exp2 is None else cycles.exp2 / exp2_fraction
     one_warp_softmax = exp2 + cycles.issue - cycles.exp2_issue
+    fetched = cycles.shared + cycles.copies
     if schedule.overlap == "ping-pong" and not backward:
-        return max(matmul, cycles.shared, one_warp_softmax)
-    products = matmul + cycles.shared if cycles.waits_for_operands else max(matmul, cycles.shared)
-    if schedule.overlap == "blocks":
-        return products + max(exp2, cycles.fma, cycles.issue)
-    return products + one_warp_softmax
+        return max(matmul, fetched, one_warp_softmax)
+    overlaps = schedule.overlap == "blocks" and resident_blocks > 1
+    softmax = max(exp2, cycles.fma, cycles.issue) if overlaps else one_warp_softmax
+    if cycles.path == "fma" and overlaps:
+        return max(matmul + softmax, fetched)
+    products = matmul + cycles.shared if cycles.waits_for_operands else matmul
+    return max(products, fetched) + softmax

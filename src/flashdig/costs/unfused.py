@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from flashdig.costs.compiled_loops import ROW_WARPS, row_instructions
 from flashdig.costs.l2 import miss_fraction
 from flashdig.costs.traffic import FLOAT32_BYTES, Traffic, tensor_bytes
 from flashdig.problem import AttentionProblem
@@ -28,7 +29,8 @@ class Kernel:
         from_previous_bytes: part of load_bytes that the kernel before has just written.
         reload_bytes: data of load_bytes that this kernel loads a second time, still in cache.
         matmul_flops: of the product, masked scores included; matmul_dtype: its input type.
-        scores: elements of the score matrix that it works on.
+        scores: elements of the score matrix that it works on; row_length: of a row of them.
+        warp_instructions: of all its warps together; 0 where they are not known.
     """
 
     name: str
@@ -40,6 +42,8 @@ class Kernel:
     matmul_flops: int = 0
     matmul_dtype: str = ""
     scores: int = 0
+    row_length: int = 0
+    warp_instructions: float = 0.0
 
     @property
     def exponentials(self) -> int:
@@ -81,7 +85,7 @@ def eager_kernels(problem: AttentionProblem, *, in_place: bool = False) -> list[
             )
         )
     kernels.append(
-        replace(_pass("softmax", "softmax", score_bytes, score_bytes), scores=scores),
+        _softmax(problem, score_bytes),
     )
     return [*kernels, _second_product(problem, problem.element_bytes, problem.dtype)]
 
@@ -96,6 +100,9 @@ def online_softmax_kernels(problem: AttentionProblem) -> list[Kernel]:
     kernels, problem = _expand_groups(problem)
     scores, score_bytes, _ = _scores(problem, problem.element_bytes)
     seen_bytes = problem.visible_pairs * problem.element_bytes
+    rows = problem.batch * problem.num_heads * problem.seqlen_q
+    seen_a_row = problem.visible_pairs / rows if rows else 0.0
+    a_row = row_instructions(problem.seqlen_k, seen_a_row, problem.causal)
     softmax = Kernel(
         "online softmax",
         "elementwise",
@@ -104,6 +111,8 @@ def online_softmax_kernels(problem: AttentionProblem) -> list[Kernel]:
         from_previous_bytes=seen_bytes,
         reload_bytes=seen_bytes,
         scores=scores,
+        row_length=problem.seqlen_k,
+        warp_instructions=ROW_WARPS * rows * a_row,
     )
     return [
         *kernels,
@@ -152,7 +161,7 @@ def sdpa_math_kernels(problem: AttentionProblem) -> list[Kernel]:
             )
         )
     kernels += [
-        replace(_pass("softmax", "softmax", score_bytes, score_bytes), scores=scores),
+        _softmax(problem, score_bytes),
         _pass("isneginf", "elementwise", score_bytes, scores),
         _pass("any row hidden", "elementwise", scores, rows),
         scalar,
@@ -211,6 +220,12 @@ def _expand_groups(problem: AttentionProblem) -> tuple[list[Kernel], AttentionPr
 def _pass(name: str, kind: Kind, load_bytes: int, store_bytes: int) -> Kernel:
     """A kernel that reads what the one before wrote."""
     return Kernel(name, kind, load_bytes, store_bytes, from_previous_bytes=load_bytes)
+
+
+def _softmax(problem: AttentionProblem, score_bytes: int) -> Kernel:
+    scores, _, _ = _scores(problem, problem.element_bytes)
+    kernel = _pass("softmax", "softmax", score_bytes, score_bytes)
+    return replace(kernel, scores=scores, row_length=problem.seqlen_k)
 
 
 def _first_product(problem: AttentionProblem, element_bytes: int, dtype: str) -> Kernel:

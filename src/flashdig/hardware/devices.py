@@ -36,10 +36,18 @@ class Measured:
         load_clock_hz: mean SM clock while attention kernels were timed.
         matmul_fraction: dtype -> fraction of the peak that a large matrix product reached, at the
             clock seen while it ran.
-        copy_bytes_per_s: large device copy, loads and stores added.
+        mma_sync_fraction: of the peak, what products by `mma.sync` come to beside a newer
+            instruction; None where that was not measured.
+        copy_bytes_per_s: large element-wise copy, loads and stores added; memcpy_bytes_per_s: the
+            same as a copy node of a CUDA graph.
+        matmul_stream_bytes_per_s: scores that a matrix product writes or reads.
+        tile_update_bytes_per_s: tiles that many programs read, change and write back, for ever.
+        strided_elements_per_s: elements of a copy whose neighbours in the output are far apart in
+            the input, so that each asks for a sector of its own.
         read_bytes_per_s, read_start_s: time of a read is read_start_s + bytes / read_bytes_per_s.
-        broadcast_scores_per_s, softmax_scores_per_s: rates of eager attention's masked_fill (or
-            broadcast add) and softmax kernels where memory is not what holds them.
+        broadcast_scores_per_s: of eager attention's masked_fill or broadcast add, where memory is
+            not what holds it.
+        softmax_scores_per_s: (longest row, rate) of torch's softmax kernels, shortest rows first.
     """
 
     date: datetime.date
@@ -47,10 +55,15 @@ class Measured:
     load_clock_hz: float
     matmul_fraction: Mapping[str, float]
     copy_bytes_per_s: float
+    memcpy_bytes_per_s: float
+    matmul_stream_bytes_per_s: float
+    tile_update_bytes_per_s: float
+    strided_elements_per_s: float
     read_bytes_per_s: float
     read_start_s: float
     broadcast_scores_per_s: float
-    softmax_scores_per_s: float
+    softmax_scores_per_s: tuple[tuple[float, float], ...]
+    mma_sync_fraction: float | None = None
 
 
 @dataclass(frozen=True)
@@ -191,7 +204,9 @@ def _device(
         name: facts[name]["value"] if name in facts else None for name in _FACTS
     }
     if measured is not None:
-        measured = {**measured, "source": citations[measured["source"]]}
+        rates = tuple((longest, rate) for longest, rate in measured["softmax_scores_per_s"])
+        source = citations[measured["source"]]
+        measured = {**measured, "source": source, "softmax_scores_per_s": rates}
     return Device(
         key=key,
         name=row["name"],
