@@ -1,4 +1,4 @@
-"""The steps from v1 to v2 and the Gluon pair on a GPU: right, and both ends v1 and v2 to the bit."""
+"""The steps from v1 to v2 and the Gluon pair on a GPU: right, and their ends equal to the bit."""
 
 import pytest
 import torch

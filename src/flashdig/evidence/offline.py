@@ -22,11 +22,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flashdig.hardware.arch import architecture
 from flashdig.problem import AttentionProblem, Mask
 
 SOURCE_FOLDER = Path(__file__).parents[2]
 
-# the start of an instruction in cuobjdump's listing, behind its address and predicate
+# the start of an instruction in nvdisasm's listing, behind its address and predicate
 _INSTRUCTION = re.compile(
     r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(?P<opcode>[A-Z][A-Z0-9_]*)(?P<rest>[.A-Z0-9_]*)"
 )
@@ -92,7 +93,8 @@ def compile_exhibit(
 ) -> Compiled:
     """The one Triton or Gluon kernel of an exhibit, compiled for `arch` ("sm_75" ... "sm_120").
 
-    Raises OfflineError for an exhibit without one, and for what the compiler refuses.
+    Raises OfflineError for an exhibit without one, and for what the compiler refuses;
+    UnknownArchitectureError.
     """
     (kernels,) = compile_exhibits([Request(exhibit, problem, arch)], timeout_s=timeout_s)
     if len(kernels) != 1:
@@ -106,8 +108,10 @@ def compile_exhibits(
     """The Triton kernels of each request, in the order in which they are launched.
 
     One process for all. Raises OfflineError with the request that it was working on when it died,
-    and with the compiler's last line when it refused one.
+    and with the compiler's last line when it refused one; UnknownArchitectureError.
     """
+    for request in requests:
+        architecture(request.arch)
     with tempfile.TemporaryDirectory(prefix="flashdig-offline-") as folder:
         written = [dataclasses.asdict(request) for request in requests]
         Path(folder, "requests.json").write_text(json.dumps(written))
@@ -148,11 +152,12 @@ def read_cubin(cubin: bytes) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="flashdig-cubin-") as folder:
         path = Path(folder, "kernel.cubin")
         path.write_bytes(cubin)
-        usage = _USAGE.search(_cuobjdump("-res-usage", path))
-        listing = _cuobjdump("-sass", path)
+        usage = _USAGE.search(_tool("cuobjdump", "-res-usage", str(path)))
+        # code only; without the analysis of branches, which takes a third of its time
+        listing = _tool("nvdisasm", "-c", "-ndf", str(path))
     instructions = [(found["opcode"], found["rest"]) for found in _INSTRUCTION.finditer(listing)]
     if usage is None or not instructions:
-        raise OfflineError("cuobjdump cannot read this cubin: too old for its architecture?")
+        raise OfflineError("no code found in this cubin: are the tools too old for its chip?")
     return {
         "registers": int(usage["registers"]),
         "stack_bytes": int(usage["stack"]),
@@ -171,16 +176,15 @@ def _width(modifiers: str) -> int:
     return 4
 
 
-def _cuobjdump(option: str, cubin: Path) -> str:
+def _tool(name: str, *arguments: str) -> str:
+    """What one of the CUDA tools in Triton's wheel prints."""
     import triton
 
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    done = subprocess.run(
-        [str(tool), option, str(cubin)], capture_output=True, text=True, check=False
-    )
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+    done = subprocess.run([str(tool), *arguments], capture_output=True, text=True, check=False)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        raise OfflineError(f"cuobjdump: {last}")
+        raise OfflineError(f"{name}: {last}")
     return done.stdout
 
 
