@@ -91,7 +91,7 @@ def test_the_record_is_whole():
 
 @pytest.mark.parametrize("rung", CALIBRATED)
 def test_expected_times_of_v2_and_sdpa_are_within_15_percent(rung):
-    """At 2k and longer, head_dim 64 and 128, full and causal, every type that runs: no exception."""
+    """At 2k and longer, head_dim 64 and 128, full and causal, every type: no exception."""
     ratios = {_key(row): _ratio(row) for row in _long_rows((rung,))}
     assert len(ratios) >= 16
     off = {key: ratio for key, ratio in ratios.items() if abs(ratio - 1) > TIME_TOLERANCE}

@@ -38,7 +38,6 @@ def predict_tiled(question: Question, tile: Tile | None = None) -> Prediction:
     """Forward or backward of a tiled generation; `tile` instead of its own."""
     problem, device, schedule = question.problem, question.device, question.schedule
     tile = tile or tile_of(schedule, problem)
-    backward = question.direction == "backward"
 
     iterations = iterations_per_program(question, tile)
     heads = problem.batch * problem.num_heads
@@ -61,17 +60,11 @@ def predict_tiled(question: Question, tile: Tile | None = None) -> Prediction:
     kernel = kernel_cycles(question, tile, programs)
     cycles = kernel.cycles
     matmul_fraction, notes = _matmul_fraction(question)
-    iteration_s = iteration_cycles(
-        schedule,
-        cycles,
-        matmul_fraction=matmul_fraction,
-        exp2_fraction=question.known.exp2,
-        resident_blocks=kernel.resident_blocks,
-        backward=backward,
-    )
-    iteration_s = max(iteration_s / question.expected_clock_hz, _chain_s(question, kernel))
-    start_s = _wait_per_program(question, kernel)
+    start_s, iteration_s = _program_s(question, kernel, matmul_fraction, kernel.resident_blocks)
     compute_s = makespan([start_s + n * iteration_s for n in iterations], device.sm_count, heads)
+    # neighbours do not make the longest program shorter than it is alone
+    start_s, iteration_s = _program_s(question, kernel, matmul_fraction, 1)
+    compute_s = max(compute_s, start_s + max(iterations, default=0) * iteration_s)
     resident = device.sm_count * kernel.resident_blocks
     issued, memory = _traffic(question, tile, resident)
     around = _traffic_around(question)
@@ -134,7 +127,25 @@ def _imbalance(iterations: list[int]) -> float:
     return max(iterations) / mean if mean else 1.0
 
 
-def _wait_per_program(question: Question, kernel: KernelCycles) -> float:
+def _program_s(
+    question: Question, kernel: KernelCycles, matmul_fraction: float, resident_blocks: int
+) -> tuple[float, float]:
+    """SM time of a program's start and end, and of each iteration, among so many resident ones."""
+    cycles = iteration_cycles(
+        question.schedule,
+        kernel.cycles,
+        matmul_fraction=matmul_fraction,
+        exp2_fraction=question.known.exp2,
+        resident_blocks=resident_blocks,
+        backward=question.direction == "backward",
+    )
+    iteration_s = max(
+        cycles / question.expected_clock_hz, _chain_s(question, kernel) / resident_blocks
+    )
+    return _wait_per_program(question, resident_blocks), iteration_s
+
+
+def _wait_per_program(question: Question, resident_blocks: int) -> float:
     """Round trips to memory at the start and end of a program, shared by the resident ones.
 
     A plain block waits for Q, then K, then V, and for O to be taken; a producer warp (ping-pong)
@@ -142,7 +153,7 @@ def _wait_per_program(question: Question, kernel: KernelCycles) -> float:
     """
     if question.direction == "backward" or question.schedule.overlap == "ping-pong":
         return 3 * ASSUMED_MEMORY_LATENCY_S
-    return 4 * ASSUMED_MEMORY_LATENCY_S / kernel.resident_blocks
+    return 4 * ASSUMED_MEMORY_LATENCY_S / resident_blocks
 
 
 def _chain_s(question: Question, kernel: KernelCycles) -> float:
@@ -154,7 +165,7 @@ def _chain_s(question: Question, kernel: KernelCycles) -> float:
     if question.schedule.loops != "keys outside":
         return 0.0
     alone = kernel.instructions * _LONE_WARP_CYCLES / question.expected_clock_hz
-    return (alone + ASSUMED_MEMORY_LATENCY_S) / kernel.resident_blocks
+    return alone + ASSUMED_MEMORY_LATENCY_S
 
 
 def _around_s(question: Question, around: Traffic) -> float:
