@@ -59,12 +59,12 @@ MATMUL = {
         *("cublas", "matmul", "bfloat16", (128, 128, 64), "sm90", True, None),
     ),
     "ampere_bf16_s16816gemm_bf16_256x128": (
-        *("cublas", "matmul", "bfloat16", (256, 128), "sm80", True),
-        "instruction s16816, stages 32x3",
+        *("cublas", "matmul", "bfloat16", (256, 128, 32), "sm80", True),
+        "instruction s16816, 3 stages",
     ),
     "ampere_fp16_s16816gemm_fp16_64x64_sliced1x2": (
-        *("cublas", "matmul", "float16", (64, 64), "sm80", True),
-        "instruction s16816, stages 64x6",
+        *("cublas", "matmul", "float16", (64, 64, 64), "sm80", True),
+        "instruction s16816, 6 stages",
     ),
     "volta_fp16_s884gemm_fp16_256x128": (
         *("cublas", "matmul", "float16", (256, 128), "sm70", True, "instruction s884"),
@@ -72,10 +72,10 @@ MATMUL = {
     "volta_sgemm_128x64_tn": ("cublas", "matmul", "float32", (128, 64), "sm70", False, None),
     "ampere_sgemm_128x128_tn": ("cublas", "matmul", "float32", (128, 128), "sm80", False, None),
     "void cutlass::Kernel2<cutlass_80_simt_sgemm_128x32_8x5_nn": (
-        *("cutlass", "matmul", "float32", (128, 32), "sm80", False, "stages 8x5"),
+        *("cutlass", "matmul", "float32", (128, 32, 8), "sm80", False, "5 stages"),
     ),
     "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_relu_bf16_256x128": (
-        *("cutlass", "matmul", "bfloat16", (256, 128), "sm80", True, "stages 32x3"),
+        *("cutlass", "matmul", "bfloat16", (256, 128, 32), "sm80", True, "3 stages"),
     ),
     "cutlass3x_sm90_tensorop_s64x128x16gemm_bf16": (
         *("cutlass", "matmul", "bfloat16", (128, 128, 64), "sm90", True, "pingpong"),
@@ -120,9 +120,9 @@ ATEN = {
     "fused_dropout_kernel_vec<c10::BFloat16": ("elementwise", "forward", "bfloat16"),
     "masked_scale_kernel<bool, c10::BFloat16": ("elementwise", "backward", "bfloat16"),
     "isneginf_kernel_impl": ("elementwise", None, "float32"),
-    "embedding_backward_feature_kernel": ("reduction", "backward", "bfloat16"),
+    "embedding_backward_feature_kernel<c10::BFloat16": ("reduction", "backward", "bfloat16"),
     "ReduceOp<c10::BFloat16, at::native::func_wrapper_t": ("reduction", None, "bfloat16"),
-    "ArgMaxOps<float>": ("reduction", None, "float32"),
+    "ReduceOp<float, at::native::ArgMaxOps<float>": ("reduction", None, "float32"),
     "MeanOps<float": ("reduction", None, "float32"),
     "bfloat16_copy_kernel_cuda": ("copy", None, "float32"),
     "FillFunctor<c10::BFloat16>": ("elementwise", None, "bfloat16"),

@@ -23,11 +23,11 @@ def find(beginning: str) -> KernelName:
 # beginning of the name -> family, backend, role, pass, dtype, tile, head_dim, arch, tensor cores,
 # pipeline, causal
 ATTENTION = {
-    "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_": (
+    "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x64_": (
         *("cudnn", "cudnn", "attention_forward", "forward", None),
         *((64, 128, 64), 64, "sm90", True, "knob 7", None),
     ),
-    "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26_": (
+    "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26_64x64x64_": (
         *("cudnn", "cudnn", "attention_backward", "backward", None),
         *((64, 64, 64), 64, "sm90", True, "knob 26", None),
     ),

@@ -302,3 +302,45 @@ def test_empty_trace_has_no_breakdown(tmp_path: Path) -> None:
     trace = read(tmp_path, [])
     assert break_down(trace, {}) == []
     assert mean_percent(trace.kernels, trace) is None
+
+
+@pytest.mark.parametrize("work", [None, "operator", "kernel"])
+def test_the_range_that_the_last_step_call_opens_is_no_step(
+    tmp_path: Path, work: str | None
+) -> None:
+    """Three steps are marked by three calls of `step()`; the third opens a range of its own."""
+    events = []
+    for i in range(3):
+        events.append(host("user_annotation", f"ProfilerStep#{i}", 1000 * i, 1000))
+        if i < 2 or work is not None:
+            at = 1000 * i + 10
+            if i < 2 or work == "operator":
+                events.append(host("cpu_op", "aten::add", at, 50))
+            if i < 2 or work == "kernel":
+                events.append(host("cuda_runtime", "cudaLaunchKernel", at, 5, correlation=i))
+                events.append(kernel("k", at + 20, 10, correlation=i))
+    trace = read(tmp_path, events)
+    expected = ["ProfilerStep#0", "ProfilerStep#1", "ProfilerStep#2"][: 2 if work is None else 3]
+    assert [step.name for step in find_steps(trace)] == expected
+
+
+def test_a_range_outlasts_the_frame_that_opened_it(tmp_path: Path) -> None:
+    """`step()` closes one range and opens the next: neither frame nor range encloses the other."""
+    frame = "profiler.py(900): step"
+    events = [
+        host("python_function", "train.py(3): main", 0, 10_000),
+        host("python_function", frame, 10, 30),
+        host("user_annotation", "ProfilerStep#0", 20, 1000),
+        host("python_function", "model.py(1): forward", 100, 800),
+        host("cpu_op", "aten::mm", 110, 20),
+        host("python_function", frame, 1010, 30),
+        host("user_annotation", "ProfilerStep#1", 1025, 1000),
+        host("python_function", "model.py(1): forward", 1100, 800),
+        # whole microseconds: ends with the frame, give or take one
+        host("cpu_op", "aten::mm", 1880, 21),
+    ]
+    first, second = (op for op in read(tmp_path, events).host_ops if op.name == "aten::mm")
+    assert first.annotations() == ("ProfilerStep#0",)
+    assert second.annotations() == ("ProfilerStep#1",)
+    for op in (first, second):
+        assert op.stack_frames() == ("train.py(3): main", "model.py(1): forward")

@@ -22,6 +22,7 @@ from flashdig.readers.attribution_kernels import KernelGroup, eager_groups, fuse
 from flashdig.readers.attribution_operators import (
     backend_of_operator,
     is_attention_operator,
+    label_of_step,
     read_dropout,
     read_mask,
     read_sizes,
@@ -204,16 +205,32 @@ def _label(event: DeviceEvent, op: HostOp, draft: _Draft) -> PartLabel:
         return "attention"
     if name.role == "attention_part":
         return "helper"
-    if name.role == "softmax":
-        return "softmax"
-    if name.role == "copy":
-        return "copy"
-    return "mask" if "mask" in name.words else "other"
+    if name.role == "matmul":
+        return "other"  # `_label_products` tells which
+    return _label_inside(event, op) or ("copy" if name.role == "copy" else "other")
+
+
+def _label_inside(event: DeviceEvent, op: HostOp) -> PartLabel | None:
+    """What the operators between an attention's operator and the event say, the outermost first."""
+    around: list[HostOp] = []
+    inner = event.op
+    while inner is not None:
+        around.append(inner)
+        if inner is op:
+            break
+        inner = inner.parent
+    for step in reversed(around):
+        label = label_of_step(step.name)
+        if label is not None:
+            return label
+    return None
 
 
 def _label_products(parts: list[Part]) -> list[Part]:
     """Products of PyTorch's math attention: the first half makes scores (backward: values)."""
-    softmax = next((i for i, part in enumerate(parts) if part.label == "softmax"), None)
+    softmax = next(
+        (i for i, part in enumerate(parts) if decode(part.event.name).role == "softmax"), None
+    )
     if softmax is None:
         return parts
     backward = decode(parts[softmax].event.name).pass_ == "backward"

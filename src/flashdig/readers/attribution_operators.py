@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from flashdig.readers.attribution_calls import MaskUse, Sizes
+from flashdig.readers.attribution_calls import MaskUse, PartLabel, Sizes
 from flashdig.readers.kernel_names import decode
 from flashdig.readers.kernel_names.kernel_name import DTYPES
 from flashdig.readers.model import HostOp
@@ -230,3 +230,29 @@ def _value(op: HostOp, argument: int | None) -> str | None:
     if argument is None or op.inputs is None or argument >= len(op.inputs.values):
         return None
     return op.inputs.values[argument]
+
+
+# operators and autograd nodes inside of an attention operator: without "aten::" and "Backward0"
+_STEPS: dict[str, PartLabel] = {
+    **dict.fromkeys(
+        # the safe softmax also looks for rows whose keys are all hidden
+        ("softmax", "safe_softmax", "safesoftmax", "softmax_backward_data"),
+        "softmax",
+    ),
+    **dict.fromkeys(
+        ("dropout", "native_dropout", "nativedropout", "native_dropout_backward"), "dropout"
+    ),
+    **dict.fromkeys(("mul", "div"), "scale"),
+    **dict.fromkeys(("to_copy", "tocopy"), "cast"),
+    **dict.fromkeys(
+        ("where", "add", "masked_fill", "maskedfill", "scalar_tensor", "ones", "tril", "triu"),
+        "mask",
+    ),
+    "logical_not": "mask",
+}
+
+
+def label_of_step(name: str) -> PartLabel | None:
+    """What an operator or autograd node inside of an attention does; None where it only wraps."""
+    word = re.sub(r"Backward\d*$", "", name.rsplit(": ", 1)[-1].removeprefix("aten::"))
+    return _STEPS.get(word.strip("_").lower())

@@ -23,10 +23,12 @@ TimeClass = Literal[
     "attention_forward",
     "attention_backward",
     "matmul",
+    "convolution",
     "norm",
     "softmax",
     "elementwise",
     "reduction",
+    "sort",
     "other",
     "unknown",
     "copy",
@@ -216,7 +218,7 @@ def _notes(trace: Trace, events: list[DeviceEvent], windows: list[StepWindow]) -
     empty = sum(not window.events for window in windows)
     if not empty:
         return []
-    notes = [f"{empty} of {len(windows)} steps have no device work."]
+    notes = [f"{empty} of {len(windows)} steps {'has' if empty == 1 else 'have'} no device work."]
     steps = find_steps(trace)
     typical = median(step.end_ns - step.start_ns for step in steps)
     longest = max(events, key=lambda event: event.duration_ns)

@@ -14,6 +14,8 @@ from flashdig.readers.model import ClippedEvent, DeviceEvent, HostOp, Kernel, Re
 
 # A device stamp may be late by this much without saying anything about the kernel.
 _STAMP_TOLERANCE_NS = 1_000
+# Start and duration are rounded apart where a recorder writes whole microseconds.
+_ROUNDING_NS = 1_000
 
 
 def link(trace: Trace) -> None:
@@ -43,7 +45,7 @@ def _nest_host_ops(trace: Trace) -> None:
             launch.op = _innermost(open_ops[launch.thread], launch.start_ns)
             launch = next(launches, None)
         stack = open_ops[op.thread]
-        op.parent = _innermost(stack, op.start_ns)
+        op.parent = _around_all_of(op, _innermost(stack, op.start_ns))
         stack.append(op)
     while launch is not None:
         launch.op = _innermost(open_ops[launch.thread], launch.start_ns)
@@ -55,6 +57,17 @@ def _innermost(stack: list[HostOp], at_ns: int) -> HostOp | None:
     while stack and stack[-1].end_ns <= at_ns:
         stack.pop()
     return stack[-1] if stack else None
+
+
+def _around_all_of(op: HostOp, outer: HostOp | None) -> HostOp | None:
+    """The innermost of `outer` and those around it that is still open when `op` ends.
+
+    A range that a hook or a `step()` opens outlasts the Python frame in which it was opened, and
+    one that is closed so ends inside of a frame that it does not enclose.
+    """
+    while outer is not None and outer.end_ns + _ROUNDING_NS < op.end_ns:
+        outer = outer.parent
+    return outer
 
 
 def _link_device_to_host(trace: Trace) -> None:

@@ -8,7 +8,7 @@ next one begins. The stretches tile the time, so their sums add up.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 
 from flashdig.readers.model import DeviceEvent, HostOp, Kernel, Trace
@@ -46,7 +46,7 @@ def find_steps(trace: Trace) -> list[HostStep]:
     """
     profiler_steps = [op for op in trace.annotations if op.name.startswith(_STEP_PREFIX)]
     if profiler_steps:
-        return _in_sequence(profiler_steps)
+        return _without_empty_end(trace, _in_sequence(profiler_steps))
     by_name: dict[str, list[HostOp]] = {}
     for op in trace.annotations:
         if not op.name.startswith(_NOT_STEPS):
@@ -72,6 +72,22 @@ def _in_sequence(ranges: list[HostOp]) -> list[HostStep]:
         if not steps or op.start_ns >= steps[-1].end_ns:
             steps.append(HostStep(op.name, op.start_ns, op.end_ns))
     return steps
+
+
+def _without_empty_end(trace: Trace, steps: list[HostStep]) -> list[HostStep]:
+    """Without the range that the last `step()` opened and the end of the recording closed."""
+    if len(steps) < 2 or not _has_operators(trace, steps[-2]) or _has_operators(trace, steps[-1]):
+        return steps
+    begin = steps[-1].start_ns
+    works = any(launch.device_events and launch.start_ns >= begin for launch in trace.launches)
+    return steps if works else steps[:-1]
+
+
+def _has_operators(trace: Trace, step: HostStep) -> bool:
+    """True when an operator starts in the step."""
+    first = bisect_left(trace.host_ops, step.start_ns, key=lambda op: op.start_ns)
+    end = bisect_left(trace.host_ops, step.end_ns, key=lambda op: op.start_ns)
+    return any(op.kind == "operator" for op in trace.host_ops[first:end])
 
 
 def step_index(event: DeviceEvent, starts: list[int], last_end_ns: int) -> int | None:

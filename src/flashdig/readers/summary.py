@@ -37,6 +37,11 @@ class AttentionGroup:
         return len(self.calls)
 
     @property
+    def module_paths(self) -> list[tuple[str, ...]]:
+        """Distinct modules around the calls, in order of time; none without recorded stacks."""
+        return list(dict.fromkeys(call.module_path for call in self.calls if call.module_path))
+
+    @property
     def device_ns(self) -> int | None:
         """Device time of all calls, or None where none ran on a device."""
         known = [call.device_ns for call in self.calls if call.device_ns is not None]

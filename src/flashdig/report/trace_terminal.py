@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import mean, median
 
 from rich.console import Console
 from rich.markup import escape
@@ -16,6 +17,7 @@ from flashdig.report.quantities import duration, share
 from flashdig.report.trace_words import (
     CLASS_WORDS,
     comparison_words,
+    group_modules,
     group_parts,
     host_words,
     origin_words,
@@ -104,9 +106,9 @@ def _print_attention(groups: Sequence[AttentionGroup], console: Console) -> None
         words = group.describe()
         if group.first.recomputed:
             words += ", recomputed in the backward"
-        path = group.first.module_path
-        if path:
-            words += f" in {path[-1]}"
+        modules = group_modules(group)
+        if modules:
+            words += f" in {modules}"
         parts = group_parts(group)
         table.add_row(
             escape(words) + (f"\n[dim]  {escape(parts)}[/dim]" if parts else ""),
@@ -162,8 +164,7 @@ def _row_times(values: list[int], total: int, breakdown: DeviceBreakdown) -> lis
         return [duration(total)]
     if not values:
         return ["", ""]
-    ordered = sorted(values)
-    return [duration(sum(values) / len(values)), duration(ordered[len(ordered) // 2])]
+    return [duration(mean(values)), duration(median(values))]
 
 
 def _print_steps(breakdown: DeviceBreakdown, console: Console) -> None:

@@ -11,15 +11,19 @@ CLASS_WORDS = {
     "attention_forward": "attention forward",
     "attention_backward": "attention backward",
     "matmul": "matmul",
+    "convolution": "convolution",
     "norm": "norm",
     "softmax": "softmax",
     "elementwise": "elementwise",
     "reduction": "reduction",
+    "sort": "sort and top-k",
     "other": "other",
     "unknown": "unknown",
     "copy": "copy",
     "communication": "communication",
 }
+# more than these are shown as a range
+_MOST_MODULES = 3
 ADDS_UP = (
     "Each moment of device time is counted once, so that the parts add up to the elapsed time; "
     "copies and communication that hide behind other work count as that work. Parts of an eager "
@@ -131,3 +135,17 @@ def group_parts(group: AttentionGroup) -> str:
     if len(parts) < 2:
         return ""
     return ", ".join(f"{label} {duration(time)}" for label, time in parts.items())
+
+
+def group_modules(group: AttentionGroup) -> str:
+    """The modules in which the calls of a group stand; '' where that was not recorded."""
+    names = sorted({path[-1] for path in group.module_paths}, key=_by_number)
+    if len(names) > _MOST_MODULES:
+        return f"{names[0]} … {names[-1]} ({len(names)} modules)"
+    return ", ".join(names)
+
+
+def _by_number(module: str) -> tuple[str, int]:
+    """The key by which Layer_2 comes before Layer_10."""
+    name, _, number = module.rpartition("_")
+    return (name, int(number)) if number.isdecimal() and len(number) < 10 else (module, 0)

@@ -11,6 +11,7 @@ from functools import lru_cache
 from flashdig.readers.kernel_names import (
     aten,
     communication,
+    convolution,
     cublas,
     cudnn,
     cutlass_fmha,
@@ -25,8 +26,12 @@ from flashdig.readers.kernel_names.symbol import Symbol
 
 __all__ = ["ATTENTION_ROLES", "KernelName", "Pass", "Role", "decode"]
 
-# attention first: its names also hold the words of GEMMs and of elementwise kernels
-_FAMILIES = (communication, flash, cutlass_fmha, cudnn, serving, rocm, triton, cublas, aten)
+# attention first: its names also hold the words of GEMMs and of elementwise kernels; convolutions
+# before products, for the same reason
+_FAMILIES = (
+    *(communication, flash, cutlass_fmha, cudnn, convolution),
+    *(serving, rocm, triton, cublas, aten),
+)
 
 
 @lru_cache(maxsize=8192)

@@ -44,7 +44,7 @@ _KERNELS: tuple[tuple[str, Role, Pass | None, str], ...] = (
         None,
         "layer norm",
     ),
-    (r"mbtopk|sbtopk|gatherTopK", "other", None, "top-k"),
+    (r"mbtopk|sbtopk|gatherTopK", "sort", None, "top-k"),
     (r"CatArrayBatchedCopy", "copy", None, "concatenation"),
     (
         r"indexSelect|vectorized_gather_kernel|index_elementwise_kernel|_scatter_gather_elementwise"
@@ -59,15 +59,27 @@ _KERNELS: tuple[tuple[str, Role, Pass | None, str], ...] = (
         _BACKWARD,
         "gradient of an embedding",
     ),
+    (r"indexing_backward_kernel", "reduction", _BACKWARD, "gradient of a gather by index"),
     (r"triu_tril_kernel", "elementwise", None, "triangle of a matrix (a mask is being built)"),
     (r"fused_dropout_kernel", "elementwise", _FORWARD, "dropout"),
     (r"distribution_", "elementwise", None, "random numbers"),
     (r"multi_tensor_apply_kernel", "elementwise", None, "one step over many tensors (optimizer)"),
     (r"nll_loss", "reduction", None, "negative log-likelihood"),
-    (r"krn_partial|compute_grad_weight", "reduction", _BACKWARD, "gradient of an embedding"),
+    (
+        r"krn_partial|compute_grad_weight|compute_num_of_partial_segments",
+        "reduction",
+        _BACKWARD,
+        "gradient of an embedding",
+    ),
     (r"DeviceScan|scan_innermost|tensor_kernel_scan", "reduction", None, "running sum (scan)"),
     (r"DeviceReduce|DeviceSegmentedReduce", "reduction", None, "reduction"),
-    (r"RadixSort|bitonicSort|DeviceMergeSort|radixSort", "other", None, "sort"),
+    (r"RadixSort|bitonicSort|DeviceMergeSort|radixSort", "sort", None, "sort"),
+    (
+        r"DeviceUniqueByKey|DeviceCompactInit",
+        "sort",
+        None,
+        "first of each run of equal keys (unique)",
+    ),
 )
 
 # functor inside an elementwise or reduction kernel -> role, words
@@ -75,11 +87,8 @@ _FUNCTORS: tuple[tuple[str, Role, str], ...] = (
     (r"masked_fill_kernel", "elementwise", "masked_fill"),
     (r"masked_scale_kernel", "elementwise", "gradient of dropout (masked scale)"),
     (r"where_kernel_impl", "elementwise", "where (choose by a mask)"),
-    (
-        r"direct_copy_kernel|(?:bfloat16|float16|float8_\w+)_copy_kernel",
-        "copy",
-        "copy or change of dtype",
-    ),
+    (r"(?:bfloat16|float16|float8_\w+)_copy_kernel", "copy", "change of dtype"),
+    (r"direct_copy_kernel", "copy", "copy"),
     (r"FillFunctor", "elementwise", "fill with a constant"),
     (r"arange_cuda_out", "elementwise", "arange"),
     (r"ArgMaxOps|ArgMinOps", "reduction", "argmax or argmin"),
@@ -99,6 +108,10 @@ _FUNCTORS: tuple[tuple[str, Role, str], ...] = (
     (r"tanh_backward", "elementwise", "gradient of tanh"),
     (r"tanh_kernel", "elementwise", "tanh"),
     (r"exp_kernel", "elementwise", "exp"),
+    (r"log_kernel_cuda", "elementwise", "logarithm"),
+    (r"AbsFunctor", "elementwise", "absolute value"),
+    (r"minimum_kernel|maximum_kernel", "elementwise", "smaller or larger of two"),
+    (r"remainder_kernel", "elementwise", "remainder"),
     (r"rsqrt_kernel", "elementwise", "reciprocal square root"),
     (r"sqrt_kernel", "elementwise", "square root"),
     (r"pow_tensor_scalar", "elementwise", "power"),
@@ -106,7 +119,7 @@ _FUNCTORS: tuple[tuple[str, Role, str], ...] = (
     (r"sin_kernel", "elementwise", "sine (rotary embedding)"),
     (r"neg_kernel", "elementwise", "negation"),
     (r"MulFunctor", "elementwise", "multiply"),
-    (r"DivFunctor", "elementwise", "divide"),
+    (r"DivFunctor|div_\w+_kernel", "elementwise", "divide"),
     (r"CUDAFunctor(?:OnSelf|OnOther)?_add", "elementwise", "add"),
     (r"clamp|threshold", "elementwise", "clamp"),
 )
@@ -118,7 +131,10 @@ def decode(symbol: Symbol) -> KernelName | None:
     """A kernel of ATen, or of CUB inside it; None for anything else."""
     function = symbol.function
     ours = function.startswith(("at::", "at_cuda_detail::", "cub::")) or symbol.base.startswith(
-        ("softmax_warp_", "elementwise_kernel_with_index", "CatArrayBatchedCopy", "cunn_SoftMax")
+        (
+            *("softmax_warp_", "elementwise_kernel_with_index", "CatArrayBatchedCopy"),
+            *("cunn_SoftMax", "indexing_backward_kernel"),
+        )
     )
     if not ours:
         return None
@@ -145,11 +161,22 @@ def _meaning(symbol: Symbol) -> tuple[Role, Pass | None, str]:
     reduces = _REDUCE.match(symbol.base) is not None
     if reduces or _ELEMENTWISE.search(symbol.base):
         functor = ", ".join(symbol.arguments)
+        form = "" if reduces else _form(symbol.base, functor)
         for pattern, role, what in _FUNCTORS:
             if re.search(pattern, functor):
-                return role, _BACKWARD if "gradient" in what else None, what
+                casts = what == "copy" and re.search(r"LoadWithCast|gpu_kernel_impl<", functor)
+                words = ("change of dtype" if casts else what) + form
+                return role, _BACKWARD if "gradient" in what else None, words
         return ("reduction", None, "reduction") if reduces else ("elementwise", None, "elementwise")
     return "other", None, f"kernel {symbol.base or symbol.function}"
+
+
+def _form(base: str, functor: str) -> str:
+    """Whether the second operand is one number, and whether elements lie side by side."""
+    number = re.search(r"[AB]UnaryFunctor|FunctorOn(Self|Other)|compare_scalar", functor)
+    scalar = " with one number" if number else ""
+    # PyTorch takes this kernel where an operand has strides, or is broadcast
+    return scalar + (", strided or broadcast" if base == "elementwise_kernel" else "")
 
 
 def _is_log_softmax(symbol: Symbol) -> bool:

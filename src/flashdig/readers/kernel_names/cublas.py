@@ -95,7 +95,7 @@ def _nvjet(symbol: Symbol) -> KernelName | None:
     pipeline = []
     if whole.get("m"):
         tile = (int(whole["m"]), int(whole["n"]), int(whole["k"]))
-        pipeline.append(f"{int(whole['stages'])} stages")
+        pipeline.append(_stages(int(whole["stages"])))
     cluster = re.search(r"_(\d{1,2}x\d{1,2})_(?:2cta_)?[hv]_", symbol.text)
     if cluster:
         pipeline.append(f"cluster {cluster.group(1)}")
@@ -137,13 +137,17 @@ def _xmma(symbol: Symbol) -> KernelName | None:
         tile=_tile(text),
         arch=f"sm{found['arch']}",
         tensor_cores=tensor_cores,
-        pipeline=f"{stage.group(1)} stages" if stage else None,
+        pipeline=_stages(int(stage.group(1))) if stage else None,
     )
 
 
 def _tile(text: str) -> tuple[int, ...] | None:
     found = _TILE.search(text)
     return None if found is None else tuple(int(n) for n in found.groups() if n)
+
+
+def _stages(count: int) -> str:
+    return f"{count} stage" + ("s" if count != 1 else "")
 
 
 def _legacy(symbol: Symbol) -> KernelName | None:
@@ -160,17 +164,21 @@ def _legacy(symbol: Symbol) -> KernelName | None:
         dtype = {"s": "float32", "d": "float64", "h": "float16", "i": "int8"}.get(letter)
     else:
         dtype = "float16" if letter == "h" else None
-    stages = re.search(r"_stages_(\d+x\d+)", symbol.text)
+    tile = _tile(symbol.text[found.end() :] + "_")
+    # stages_32x3: three stages of 32 along k
+    stages = re.search(r"_stages_(\d{1,4})x(\d{1,3})(?=_|$)", symbol.text)
+    if stages and tile is not None and len(tile) == 2:
+        tile = (*tile, int(stages.group(1)))
     words = [
         f"instruction {instruction}" if digits else "",
-        f"stages {stages.group(1)}" if stages else "",
+        _stages(int(stages.group(2))) if stages else "",
     ]
     return _matmul(
         symbol,
         "cublas",
         "Matrix product of cuBLAS",
         dtype=dtype,
-        tile=_tile(symbol.text[found.end() :] + "_"),
+        tile=tile,
         arch=_CHIPS[found["chip"]],
         tensor_cores=bool(digits),
         pipeline=", ".join(w for w in words if w) or None,
@@ -188,15 +196,18 @@ def _cutlass(symbol: Symbol) -> KernelName | None:
         dtype = "float32"
     tensor_cores = found["unit"] != "simt"
     pipeline = [w for w in ("pingpong", "cooperative") if w in rest]
-    stages = re.match(r"\w*?\d+x\d+_(\d+x\d+)_", rest)
-    if stages:
-        pipeline.append(f"stages {stages.group(1)}")
+    tile = _tile("_" + rest + "_")
+    # 128x32_8x5: a tile of 128 x 32, five stages of 8 along k
+    stages = re.match(r"\w*?\d+x\d+_(\d{1,4})x(\d{1,3})_", rest)
+    if stages and tile is not None and len(tile) == 2:
+        tile = (*tile, int(stages.group(1)))
+        pipeline.append(_stages(int(stages.group(2))))
     return _matmul(
         symbol,
         "cutlass",
         "Matrix product of CUTLASS",
         dtype=dtype,
-        tile=_tile("_" + rest + "_"),
+        tile=tile,
         arch=f"sm{found['arch']}",
         tensor_cores=tensor_cores,
         pipeline=", ".join(pipeline) or None,
@@ -228,7 +239,7 @@ def _template(symbol: Symbol) -> KernelName | None:
             symbol,
             "cublas",
             "Matrix product of cuBLAS for small sizes",
-            dtype=_first(symbol),
+            dtype=_of_tensors(symbol) or _first(symbol),
             tensor_cores=False,
         )
     if symbol.function.startswith("deep_gemm::"):
@@ -241,6 +252,12 @@ def _template(symbol: Symbol) -> KernelName | None:
             tensor_cores=True,
         )
     return None
+
+
+def _of_tensors(symbol: Symbol) -> str | None:
+    """The operands' type where the name says it apart from the type of the sums."""
+    found = re.search(r"cublasGemvTensor\w*<(\w+)(?: const)?>", symbol.text)
+    return DTYPES.get(found.group(1)) if found else None
 
 
 def _first(symbol: Symbol) -> str | None:

@@ -1,4 +1,4 @@
-"""cuDNN's generated attention kernels and their helpers.
+"""cuDNN's generated attention kernels and their helpers, and its changes of layout.
 
 The generated names read: native_sdpa, compute capability, flash, fprop or bprop, the tensor-core
 instruction (wmma: mma.sync, wgmma: Hopper's), the operand width, the knob (which of the tuned
@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 
 from flashdig.readers.kernel_names.kernel_name import (
+    DTYPES,
     KernelName,
     arch_words,
     sentence,
@@ -27,6 +28,8 @@ _HELPERS = {
     "convert_dq_to_16bits": "backward's last step, dq from float32 to 16 bits",
     "fmha_reduce_head": "backward's last step, sums dk and dv over the query heads of a KV head",
 }
+# nchwToNhwcKernel
+_LAYOUT = re.compile(r"^(?P<before>n[chwd]{2,4})To(?P<after>N[chwd]{2,4})Kernel$")
 
 
 def decode(symbol: Symbol) -> KernelName | None:
@@ -34,6 +37,15 @@ def decode(symbol: Symbol) -> KernelName | None:
     found = _NAME.match(symbol.text)
     if found is not None:
         return _generated(symbol, found)
+    if symbol.base == "unpack_cudnn":
+        return KernelName(
+            name=symbol.name,
+            family="cudnn",
+            backend="cudnn",
+            role="attention_part",
+            pass_="forward",
+            words="cuDNN attention: forward's first step, unpacks the seed of its dropout.",
+        )
     if not symbol.function.startswith("cudnn::"):
         return None
     for stem, what in _HELPERS.items():
@@ -47,6 +59,17 @@ def decode(symbol: Symbol) -> KernelName | None:
                 head_dim=number(symbol.arguments, 1) if stem == "compute_dot_do_o" else None,
                 words=f"cuDNN attention: {what}.",
             )
+    layouts = _LAYOUT.match(symbol.base)
+    if layouts is not None:
+        before, after = layouts["before"].upper(), layouts["after"].upper()
+        return KernelName(
+            name=symbol.name,
+            family="cudnn",
+            backend="cudnn",
+            role="copy",
+            dtype=DTYPES.get(symbol.arguments[0]) if symbol.arguments else None,
+            words=f"cuDNN copies a tensor from the layout {before} to {after}.",
+        )
     return KernelName(
         name=symbol.name,
         family="cudnn",
