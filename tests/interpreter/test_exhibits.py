@@ -10,7 +10,7 @@ from tests.exhibit_cases import (
     problem_of,
 )
 
-from flashdig.evidence.golden_counts import golden_counts
+from flashdig.evidence.golden_counts import LONGEST_SEQLEN, golden_counts
 from flashdig.evidence.interpreter import (
     InterpreterError,
     Job,
@@ -20,6 +20,7 @@ from flashdig.evidence.interpreter import (
 from flashdig.generations.inputs import PATHOLOGICAL
 from flashdig.generations.ladder import generation
 from flashdig.generations.minilm import minilm_qkv
+from flashdig.generations.presets import PRESETS
 from flashdig.problem import AttentionProblem
 
 
@@ -82,3 +83,19 @@ def test_a_failing_worker_is_one_line() -> None:
     q = torch.randn(1, 1, 8, 16)
     with pytest.raises(InterpreterError, match="unknown rung 'v7'"):
         run_in_interpreter([Job(("v7",), q, q, q, False)])
+
+
+@pytest.mark.parametrize("rung", TRITON_RUNGS)
+def test_kept_counts_equal_the_predictions_of_every_preset(rung) -> None:
+    compared = 0
+    for preset in PRESETS.values():
+        for cell in preset.cells:
+            kept = golden_counts(rung, cell.problem)
+            if cell.problem.seqlen_q <= LONGEST_SEQLEN:
+                assert kept is not None, cell.problem.describe()
+            if kept is not None:
+                predicted = generation(rung).predict(cell.problem).triton
+                assert kept.load_bytes == predicted.load_bytes
+                assert kept.store_bytes == predicted.store_bytes
+                compared += 1
+    assert compared > 10
