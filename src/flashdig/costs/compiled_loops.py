@@ -18,57 +18,62 @@ COMPILED_FOR = "9.0"
 
 @dataclass(frozen=True)
 class CompiledLoop:
-    """One exhibit at one precision and head_dim; the last two numbers are instructions a warp."""
+    """One exhibit at one precision and head_dim.
 
-    registers: int
+    Attributes:
+        shared_bytes: of a block.
+        registers: of a thread, without and with the causal mask.
+        loop: instructions a warp, without and with the causal mask.
+    """
+
     shared_bytes: int
-    full: int
-    causal: int
+    registers: tuple[int, int]
+    loop: tuple[int, int]
 
     def instructions(self, causal: bool) -> int:
-        return self.causal if causal else self.full
+        return self.loop[causal]
 
-    def blocks_per_sm(self, arch: Architecture, warps: int) -> int:
+    def blocks_per_sm(self, arch: Architecture, warps: int, causal: bool) -> int:
         """Resident blocks by registers and shared memory."""
         found = occupancy(
             arch,
             threads_per_block=warps * arch.warp_size,
-            registers_per_thread=self.registers,
+            registers_per_thread=self.registers[causal],
             shared_bytes_per_block=self.shared_bytes,
         )
         return max(1, found.blocks_per_sm)
 
 
 _LOOPS = {
-    ("v1", "16 bits", 32): CompiledLoop(133, 29184, 707, 774),
-    ("v1", "16 bits", 64): CompiledLoop(146, 57856, 929, 1014),
-    ("v1", "16 bits", 128): CompiledLoop(226, 115200, 1277, 1342),
-    ("v1", "16 bits", 256): CompiledLoop(255, 197120, 1524, 1555),
-    ("v1", "float32", 32): CompiledLoop(121, 20736, 1062, 1083),
-    ("v1", "float32", 64): CompiledLoop(255, 41216, 1840, 1880),
-    ("v1", "tfloat32", 32): CompiledLoop(96, 20736, 607, 655),
-    ("v1", "tfloat32", 64): CompiledLoop(210, 37120, 655, 674),
-    ("v1", "tfloat32", 128): CompiledLoop(252, 73984, 955, 976),
-    ("v2", "16 bits", 32): CompiledLoop(90, 28672, 333, 407),
-    ("v2", "16 bits", 64): CompiledLoop(120, 57344, 370, 445),
-    ("v2", "16 bits", 128): CompiledLoop(168, 114688, 426, 501),
-    ("v2", "16 bits", 256): CompiledLoop(158, 131072, 375, 414),
-    ("v2", "float32", 32): CompiledLoop(72, 24576, 821, 838),
-    ("v2", "float32", 64): CompiledLoop(194, 45184, 1416, 1434),
-    ("v2", "float32", 128): CompiledLoop(255, 86016, 2953, 2994),
-    ("v2", "tfloat32", 32): CompiledLoop(95, 20480, 405, 445),
-    ("v2", "tfloat32", 64): CompiledLoop(96, 45056, 356, 371),
-    ("v2", "tfloat32", 128): CompiledLoop(128, 86016, 503, 524),
-    ("v2_transposed", "16 bits", 32): CompiledLoop(92, 28672, 343, 420),
-    ("v2_transposed", "16 bits", 64): CompiledLoop(113, 57344, 391, 466),
-    ("v2_transposed", "16 bits", 128): CompiledLoop(154, 114688, 464, 531),
-    ("v2_transposed", "16 bits", 256): CompiledLoop(161, 131072, 412, 436),
-    ("v2_transposed", "float32", 32): CompiledLoop(68, 24576, 849, 867),
-    ("v2_transposed", "float32", 64): CompiledLoop(187, 45184, 1459, 1477),
-    ("v2_transposed", "float32", 128): CompiledLoop(255, 86016, 3111, 3143),
-    ("v2_transposed", "tfloat32", 32): CompiledLoop(72, 20480, 444, 486),
-    ("v2_transposed", "tfloat32", 64): CompiledLoop(95, 45056, 383, 397),
-    ("v2_transposed", "tfloat32", 128): CompiledLoop(127, 86016, 543, 560),
+    ("v1", "16 bits", 32): CompiledLoop(29184, (133, 142), (707, 774)),
+    ("v1", "16 bits", 64): CompiledLoop(57856, (146, 203), (929, 1014)),
+    ("v1", "16 bits", 128): CompiledLoop(115200, (226, 218), (1277, 1342)),
+    ("v1", "16 bits", 256): CompiledLoop(197120, (255, 255), (1524, 1555)),
+    ("v1", "float32", 32): CompiledLoop(20736, (121, 148), (1062, 1083)),
+    ("v1", "float32", 64): CompiledLoop(41216, (255, 255), (1840, 1880)),
+    ("v1", "tfloat32", 32): CompiledLoop(20736, (96, 111), (607, 655)),
+    ("v1", "tfloat32", 64): CompiledLoop(37120, (210, 212), (655, 674)),
+    ("v1", "tfloat32", 128): CompiledLoop(73984, (252, 254), (955, 976)),
+    ("v2", "16 bits", 32): CompiledLoop(28672, (90, 90), (333, 407)),
+    ("v2", "16 bits", 64): CompiledLoop(57344, (120, 120), (370, 445)),
+    ("v2", "16 bits", 128): CompiledLoop(114688, (168, 168), (426, 501)),
+    ("v2", "16 bits", 256): CompiledLoop(131072, (158, 160), (375, 414)),
+    ("v2", "float32", 32): CompiledLoop(24576, (72, 80), (821, 838)),
+    ("v2", "float32", 64): CompiledLoop(45184, (194, 202), (1416, 1434)),
+    ("v2", "float32", 128): CompiledLoop(86016, (255, 255), (2953, 2994)),
+    ("v2", "tfloat32", 32): CompiledLoop(20480, (95, 96), (405, 445)),
+    ("v2", "tfloat32", 64): CompiledLoop(45056, (96, 96), (356, 371)),
+    ("v2", "tfloat32", 128): CompiledLoop(86016, (128, 128), (503, 524)),
+    ("v2_transposed", "16 bits", 32): CompiledLoop(28672, (92, 92), (343, 420)),
+    ("v2_transposed", "16 bits", 64): CompiledLoop(57344, (113, 107), (391, 466)),
+    ("v2_transposed", "16 bits", 128): CompiledLoop(114688, (154, 168), (464, 531)),
+    ("v2_transposed", "16 bits", 256): CompiledLoop(131072, (161, 163), (412, 436)),
+    ("v2_transposed", "float32", 32): CompiledLoop(24576, (68, 72), (849, 867)),
+    ("v2_transposed", "float32", 64): CompiledLoop(45184, (187, 193), (1459, 1477)),
+    ("v2_transposed", "float32", 128): CompiledLoop(86016, (255, 255), (3111, 3143)),
+    ("v2_transposed", "tfloat32", 32): CompiledLoop(20480, (72, 80), (444, 486)),
+    ("v2_transposed", "tfloat32", 64): CompiledLoop(45056, (95, 96), (383, 397)),
+    ("v2_transposed", "tfloat32", 128): CompiledLoop(86016, (127, 143), (543, 560)),
 }
 
 

@@ -56,7 +56,7 @@ def kernel_cycles(question: Question, tile: Tile, programs: int) -> KernelCycles
     shared = issue = None
     if exhibit:
         if loop is not None:
-            blocks = loop.blocks_per_sm(arch, tile.warps)
+            blocks = loop.blocks_per_sm(arch, tile.warps, problem.causal)
             issue = loop.instructions(problem.causal) * tile.warps / arch.issue_per_clock
         if question.path == "fma":
             transposed = schedule.name == "v2_transposed"

@@ -6,20 +6,27 @@ otherwise it says "unexplained".
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from flashdig.costs.compiled_loops import ROW_WARPS, compiled_loop
 from flashdig.costs.predict import UnknownGenerationError, predict
 from flashdig.costs.prediction import Prediction
+from flashdig.costs.roofline import MEMORY
 from flashdig.costs.traffic import tensor_bytes
+from flashdig.costs.units import seconds, with_unit
 from flashdig.hardware.devices import Device
 from flashdig.problem import AttentionProblem
 
 if TYPE_CHECKING:
+    from flashdig.evidence.kernels import LaunchedKernel
     from flashdig.generations.excavation import Found
 
 # a time within this share of the expected one is no surprise
 TIME_TOLERANCE = 0.15
+# below this a kernel's start and end are a large part of it
+SHORT_LAUNCH_MS = 0.03
 # one indexing step of torch's element-wise kernels covers at most this many bytes
 ELEMENTWISE_BYTES = 2**31
 UNEXPLAINED = "unexplained"
@@ -80,12 +87,19 @@ def _of_time(
     floor, expected = at_clock.floor_s * 1e3, at_clock.expected_s * 1e3
     if timing.ms < floor:
         cause = UNEXPLAINED
-        if at_clock.limiter == "memory bandwidth" and fits_in_cache(problem, device):
+        if at_clock.limiter == MEMORY and fits_in_cache(problem, device):
             cause = "inputs and output fit in the L2 cache, which replays keep warm"
         return (Surprise("time floor", floor, timing.ms, 0.0, cause),)
     if abs(timing.ms / expected - 1.0) <= TIME_TOLERANCE:
         return ()
-    cause = _cause_of_time(problem, device, found, timing.ms / expected)
+    evidence = TimeEvidence(
+        name=name,
+        is_triton=found.generation.is_triton,
+        ms=timing.ms,
+        slower=timing.ms / expected,
+        kernels=tuple(found.kernels or ()),
+    )
+    cause = cause_of_time(problem, device, evidence, at_clock)
     return (Surprise("time", expected, timing.ms, TIME_TOLERANCE, cause),)
 
 
@@ -94,16 +108,115 @@ def fits_in_cache(problem: AttentionProblem, device: Device) -> bool:
     return size.q + size.k + size.v + size.o <= (device.cache_bytes or 0)
 
 
-def _cause_of_time(problem: AttentionProblem, device: Device, found: Found, slower: float) -> str:
-    timing = found.timing
-    if timing is not None and timing.ms < 0.03 and slower > 1:
-        return "a launch of a few microseconds does not fill the chip: start and end of a kernel"
-    if slower < 1 and fits_in_cache(problem, device):
-        return "inputs and output fit in the L2 cache, which replays keep warm"
-    spilled = [k for k in found.kernels or () if k.registers == 255 and k.is_kernel]
-    if slower > 1 and spilled and found.generation.is_triton:
-        return "the kernel has the most registers a thread can have, so it may spill to memory"
+@dataclass(frozen=True)
+class TimeEvidence:
+    """What a rule may look at when a time is not as expected.
+
+    Attributes:
+        name: of the rung.
+        ms: of a call; slower: over the expected time.
+        kernels: that were recorded, in the order of their launch; empty when none were.
+    """
+
+    name: str
+    is_triton: bool
+    ms: float
+    slower: float
+    kernels: tuple[LaunchedKernel, ...] = ()
+
+
+def cause_of_time(
+    problem: AttentionProblem, device: Device, seen: TimeEvidence, guessed: Prediction
+) -> str:
+    """The first rule that knows a cause for a time outside its tolerance, or "unexplained"."""
+    for rule in _TIME_RULES:
+        cause = rule(problem, device, seen, guessed)
+        if cause is not None:
+            return cause
     return UNEXPLAINED
+
+
+def _short_launch(
+    problem: AttentionProblem, device: Device, seen: TimeEvidence, guessed: Prediction
+) -> str | None:
+    if seen.slower > 1 and seen.ms < SHORT_LAUNCH_MS:
+        return "a launch of a few microseconds does not fill the chip: start and end of a kernel"
+    return None
+
+
+def _warm_cache(
+    problem: AttentionProblem, device: Device, seen: TimeEvidence, guessed: Prediction
+) -> str | None:
+    if seen.slower < 1 and guessed.limiter == MEMORY and fits_in_cache(problem, device):
+        return "inputs and output fit in the L2 cache, which replays keep warm"
+    return None
+
+
+def _spills(
+    problem: AttentionProblem, device: Device, seen: TimeEvidence, guessed: Prediction
+) -> str | None:
+    """Registers seen on the device, or else those of the exhibit as compiled offline."""
+    if seen.slower <= 1 or not seen.is_triton:
+        return None
+    most = device.arch.max_registers_per_thread
+    dtype = "tfloat32" if problem.dtype == "float32" and problem.allow_tf32 else problem.dtype
+    loop = compiled_loop(device.arch, seen.name, dtype, problem.head_dim)
+    registers = [kernel.registers for kernel in seen.kernels if kernel.is_kernel]
+    if most in registers or (
+        not any(registers) and loop is not None and loop.registers[problem.causal] == most
+    ):
+        return "the kernel has the most registers a thread can have, so it may spill to memory"
+    return None
+
+
+def _second_read(
+    problem: AttentionProblem, device: Device, seen: TimeEvidence, guessed: Prediction
+) -> str | None:
+    """Rows in flight, read and written, against the cache."""
+    if seen.name != "online_softmax" or seen.slower <= 1:
+        return None
+    rows = device.sm_count * (device.arch.max_warps // ROW_WARPS)
+    row_bytes = problem.seqlen_k * problem.element_bytes
+    if 2 * rows * row_bytes > 2 * device.cache_bytes:
+        return (
+            f"{rows:,} rows in flight, each read and overwritten, are "
+            f"{with_unit(2 * rows * row_bytes, 'B')}: the second read misses the cache"
+        )
+    return None
+
+
+def _first_flash_attention(
+    problem: AttentionProblem, device: Device, seen: TimeEvidence, guessed: Prediction
+) -> str | None:
+    """v1's two limits: what its traffic would take, against all of the expected time."""
+    if seen.name != "v1" or seen.slower <= 1:
+        return None
+    measured = device.measured
+    if measured is None:
+        return None
+    all_missing_s = guessed.issued.total_bytes / measured.tile_update_bytes_per_s
+    expected_s = guessed.expected_s
+    if all_missing_s > (1 + TIME_TOLERANCE) * expected_s:
+        return (
+            "O and its statistics find less room in the cache than assumed: if every access went "
+            f"to memory, the traffic alone would take {seconds(all_missing_s)}"
+        )
+    if all_missing_s > 0.75 * expected_s:
+        return (
+            "the chain of a step and its traffic take about equally long "
+            f"({seconds(expected_s)} and {seconds(all_missing_s)}), and get in each other's way"
+        )
+    return None
+
+
+Rule = Callable[[AttentionProblem, Device, TimeEvidence, Prediction], "str | None"]
+_TIME_RULES: tuple[Rule, ...] = (
+    _short_launch,
+    _warm_cache,
+    _spills,
+    _second_read,
+    _first_flash_attention,
+)
 
 
 def _of_kernels(problem: AttentionProblem, found: Found) -> tuple[Surprise, ...]:
