@@ -18,7 +18,7 @@ from flashdig.generations.steps_paths import step_names
 from flashdig.hardware.arch import UnknownArchitectureError, architecture
 from flashdig.problem import AttentionProblem
 
-ARCHS = ("sm_80", "sm_90", "sm_100", "sm_120")
+ARCHS = ("sm_90", "sm_80", "sm_100", "sm_120")  # the longest first
 # what multiplies 16-bit tiles; on sm_90 and sm_100 operands come from shared memory
 TENSOR_INSTRUCTION = {"sm_80": "HMMA", "sm_90": "HGMMA", "sm_100": "UTCHMMA", "sm_120": "HMMA"}
 TENSOR_INSTRUCTIONS = ("HMMA", "HGMMA", "UTCHMMA", "QMMA", "QGMMA", "UTCQMMA", "IMMA")
@@ -197,17 +197,18 @@ def assert_what_crosses_between_warps(q: Compiled, k: Compiled) -> None:
 
 def test_no_tensor_cores_on_turing() -> None:
     """Triton multiplies on the CUDA cores of sm_75, whatever the type."""
-    half, single = compiled([("v2", HALF, "sm_75"), ("v2", SINGLE, "sm_75")])
+    names = (("v2", HALF), ("v2", SINGLE), ("naive", HALF))
+    requests = [Request(name, problem, "sm_75") for name, problem in names]
+    (half,), (single,), eager = compile_exhibits(requests)
     for kernel, tile in ((half, 64), (single, 32)):
         assert tensor_instructions(kernel) == {}
         assert kernel.count("FFMA") >= 2 * tile * tile * 64 // kernel.threads
     assert single.spill_bytes == 0
     assert half.spill_bytes > 1000  # a tile made for tensor cores
+    assert eager == []  # torch's kernels are not compiled here
 
 
 def test_what_cannot_be_compiled_says_so_in_a_line() -> None:
-    with pytest.raises(OfflineError, match="naive launches 0 Triton kernels, not one"):
-        compile_exhibit("naive", HALF, "sm_90")
     with pytest.raises(OfflineError, match=r"v9, batch 1, .*, for sm_90: .*unknown rung 'v9'"):
         compile_exhibit("v9", HALF, "sm_90")
     with pytest.raises(UnknownArchitectureError, match=r"no facts about .*'sm_55'"):
