@@ -168,6 +168,18 @@ def test_torchs_tf32_setting_does_not_reach_the_memory_efficient_backend():
     assert plain.floor_s == allowed.floor_s
 
 
+def test_every_figure_of_a_kernel_names_its_origin():
+    problem = AttentionProblem.dense(1, 16, 4096, 64, "float16")
+    said = {name: " ".join(predict(problem, H200, name).notes) for name in (*CALIBRATED, *OTHERS)}
+    assert "the loop has 370 instructions a warp, 4 blocks fit on an SM" in said["v2"]
+    assert "29 instructions a score in this kernel's softmax" in said["sdpa_efficient"]
+    assert "mma.sync comes to 68% of the peak here, as measured" in said["sdpa_flash"]
+    assert "5 cycles an instruction" in said["v1"]
+    assert "measured: strided copies at 157 Gelements/s" in said["v2_transposed"]
+    whole = predict(problem.replace(dtype="float32"), H200, "sdpa_efficient").notes
+    assert "float32 is three products of tfloat32 here, whatever torch allows" in whole
+
+
 def test_a_prediction_takes_milliseconds():
     problem = AttentionProblem.dense(1, 16, 16384, 128, "float16", causal=True)
     start = time.process_time()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from flashdig.costs.compiled_loops import compiled_loop
+from flashdig.costs.compiled_loops import COMPILED_FOR, compiled_loop
 from flashdig.costs.pipes import IterationCycles, inner_iteration
 from flashdig.costs.prediction import Question
 from flashdig.costs.schedules import Tile
@@ -32,11 +32,13 @@ class KernelCycles:
     Attributes:
         instructions: of one warp in one iteration.
         resident_blocks: by registers and shared memory, and no more than the grid gives an SM.
+        notes: where the figures of this kernel come from, in words.
     """
 
     cycles: IterationCycles
     instructions: float
     resident_blocks: int
+    notes: tuple[str, ...] = ()
 
 
 def kernel_cycles(question: Question, tile: Tile, programs: int) -> KernelCycles:
@@ -54,8 +56,14 @@ def kernel_cycles(question: Question, tile: Tile, programs: int) -> KernelCycles
     loop = compiled_loop(arch, schedule.name, question.dtype, problem.head_dim) if exhibit else None
     blocks = schedule.blocks_per_sm(tile, problem.element_bytes)
     shared = issue = None
+    notes = []
     if exhibit:
         if loop is not None:
+            notes.append(
+                f"compiled for {COMPILED_FOR} with Triton 3.6.0: the loop has "
+                f"{loop.instructions(problem.causal)} instructions a warp, "
+                f"{loop.blocks_per_sm(arch, tile.warps, problem.causal)} blocks fit on an SM"
+            )
             blocks = loop.blocks_per_sm(arch, tile.warps, problem.causal)
             issue = loop.instructions(problem.causal) * tile.warps / arch.issue_per_clock
         if question.path == "fma":
@@ -68,6 +76,12 @@ def kernel_cycles(question: Question, tile: Tile, programs: int) -> KernelCycles
                 issue -= products / arch.warp_size / arch.issue_per_clock
     elif schedule.name == "sdpa_efficient" and not backward:
         shared, issue = _cutlass(question, tile)
+        notes.append(
+            f"measured on an H200, 2026-11-29: {_CUTLASS_INSTRUCTIONS_A_SCORE:.0f} instructions a "
+            "score in this kernel's softmax, most of them unexplained"
+        )
+        if question.matmul_passes > 1:
+            notes.append("float32 is three products of tfloat32 here, whatever torch allows")
     cycles = inner_iteration(
         arch,
         **sizes,
@@ -85,7 +99,7 @@ def kernel_cycles(question: Question, tile: Tile, programs: int) -> KernelCycles
     )
     instructions = cycles.issue * arch.issue_per_clock / tile.warps
     grid_share = max(1, math.ceil(programs / question.device.sm_count))
-    return KernelCycles(cycles, instructions, min(blocks, grid_share))
+    return KernelCycles(cycles, instructions, min(blocks, grid_share), tuple(notes))
 
 
 def _cutlass(question: Question, tile: Tile) -> tuple[float, float]:

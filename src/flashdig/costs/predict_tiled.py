@@ -26,6 +26,7 @@ from flashdig.costs.traffic import (
     v2_issued,
     visited_tiles,
 )
+from flashdig.costs.units import with_unit
 from flashdig.hardware.occupancy import ASSUMED_MEMORY_LATENCY_S
 from flashdig.problem import Mask
 
@@ -103,8 +104,23 @@ def predict_tiled(question: Question, tile: Tile | None = None) -> Prediction:
         programs=programs,
         waves=programs / resident,
         imbalance=_imbalance(iterations),
-        notes=notes,
+        notes=(*notes, *kernel.notes, *_own_notes(question)),
     )
+
+
+def _own_notes(question: Question) -> tuple[str, ...]:
+    """Assumptions of this file that the guess rests on."""
+    latency = f"{ASSUMED_MEMORY_LATENCY_S * 1e9:.0f} ns"
+    notes = [f"assumed: round trips to memory of {latency} at a program's start and end"]
+    if question.schedule.loops == "keys outside":
+        notes.append(
+            f"assumed: a step is a chain of a round trip and {_LONE_WARP_CYCLES:.0f} cycles an "
+            "instruction, which only other resident blocks can fill"
+        )
+    strided = question.known.strided_elements_per_s
+    if question.schedule.name == "v2_transposed" and strided is not None:
+        notes.append(f"measured: strided copies at {with_unit(strided, 'elements/s')}")
+    return tuple(notes)
 
 
 def iterations_per_program(question: Question, tile: Tile) -> list[int]:
