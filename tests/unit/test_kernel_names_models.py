@@ -4,6 +4,7 @@ All names are from recordings on an H200 (`tests/data/kernel_names/h200_recordin
 """
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -132,3 +133,17 @@ def test_copies_that_change_the_dtype_or_walk_strides_say_so() -> None:
         assert ("change of dtype" in decode(name).words) == casts
         strided = name.startswith("void at::native::elementwise_kernel")
         assert ("strided" in decode(name).words) == strided
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "sm80_xmma_fprop_" + "implicit_gemm_f16_nc_" * 900,
+        "void cutlass__5x_cudnn::Kernel<" + "cutlass_tensorop_fprop_" * 800,
+        "void cutlass__5x_cudnn::Kernel<cutlass_tensorop_" + "fprop_1x1_" * 1900,
+    ],
+)
+def test_repeated_words_do_not_take_long(name: str) -> None:
+    started = time.perf_counter()
+    assert decode(name).role != "convolution"
+    assert time.perf_counter() - started < 1

@@ -22,13 +22,13 @@ from flashdig.readers.kernel_names.kernel_name import (
 from flashdig.readers.kernel_names.symbol import Symbol
 
 _XMMA = re.compile(
-    r"^sm(?P<arch>\d{2,3})_xmma_(?P<pass>fprop|dgrad|wgrad)_\w*?implicit_gemm_(?:indexed_)?"
-    r"(?P<types>(?:tf32|bf16|f16|f32|f64|i8)\w*?)_n[ch]\w*?_tilesize"
+    r"^sm(?P<arch>\d{2,3})_xmma_(?P<pass>fprop|dgrad|wgrad)_(?:indexed_)?implicit_gemm_"
+    r"(?:indexed_)?(?P<types>(?:tf32|bf16|f16|f32|f64|i8)\w{0,40}?)_n[ch]\w{0,40}?_tilesize"
     r"(?P<m>\d{1,4})x(?P<n>\d{1,4})x(?P<k>\d{1,4})_"
 )
 _CUTLASS = re.compile(
     r"cutlass(?:_(?P<arch>\d{2,3}))?_(?P<unit>tensorop|simt)_(?:(?P<dtype>bf16|f16|tf32)_)?"
-    r"\w*?(?P<pass>fprop|dgrad|wgrad)_\w*?(?P<m>\d{1,4})x(?P<n>\d{1,4})_"
+    r"\w{0,20}?(?P<pass>fprop|dgrad|wgrad)_\w{0,60}?(?P<m>\d{1,4})x(?P<n>\d{1,4})_"
     r"(?P<k>\d{1,4})x(?P<stages>\d{1,2})_"
 )
 _TEMPLATES = re.compile(r"^(?:implicit_convolve|explicit_convolve|convolve_common_engine)")
