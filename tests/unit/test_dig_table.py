@@ -106,6 +106,47 @@ def test_predicted_bytes_are_marked_and_counted_ones_replace_the_kernels_part() 
     assert "~3.00 GB" in shown([uncounted], 200)
 
 
+STEP = {
+    **ROW,
+    "name": "step:exp2",
+    "features": {"path": "cumulative"},
+    "share_of_gain": 0.05,
+    "predicted": {"at_observed_clock": {"floor_ms": 0.5, "limiter": "tensor cores"}},
+}
+HALF = {
+    **ROW,
+    "name": "split_q",
+    "features": {
+        "path": "pair",
+        "instructions": {
+            "BAR": 5,
+            "SHFL": 8,
+            "LDS": 6,
+            "LDSM": 36,
+            "STS": 0,
+            "STSM": 0,
+            "HMMA": 64,
+        },
+        "registers": 142,
+    },
+}
+
+
+def test_steps_have_tables_of_their_own() -> None:
+    left_out = {**STEP, "name": "without:exp2", "features": {"path": "leave-one-out"}}
+    text = shown([ROW, STEP, left_out, HALF], 200)
+    for part in (
+        "v1 to v2, one step more at a time",
+        "v2 without one step",
+        "warps split the queries or the keys",
+        "vs before",
+        "of the gain",
+        "vs split-K",
+        "5 8 6 36 0",
+    ):
+        assert part in text, part
+
+
 def test_legend_says_whether_anything_was_timed() -> None:
     assert legend([ROW]).startswith("expected:")
     assert legend([REFUSED]).startswith("No GPU: no time was measured.")

@@ -127,10 +127,10 @@ def _time(row: Row) -> str:
 
 def _expected(row: Row) -> str:
     """The guess at the clock that was observed, as a share of the time found."""
-    predicted = row.get("predicted", {}).get("at_observed_clock", {})
-    if "ms" not in row or not predicted:
+    expected = row.get("predicted", {}).get("at_observed_clock", {}).get("expected_ms")
+    if "ms" not in row or expected is None:
         return ""
-    return f"{predicted['expected_ms'] / row['ms']:.2f}x"
+    return f"{expected / row['ms']:.2f}x"
 
 
 def surprise_lines(row: Row) -> list[str]:
