@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from flashdig.bench.rows import check_row
-from flashdig.evidence.offline import Compiled, Request, compile_exhibits
+from flashdig.evidence.offline import Compiled, OfflineError, Request, compile_exhibits
 from flashdig.generations.dig_rows import row_of
 from flashdig.generations.guesses import guess
 from flashdig.generations.ladder import PAIR
@@ -121,7 +121,12 @@ def _instructions(findings: CellFindings) -> dict[str, dict[str, Any]]:
     requests = [Request(f.generation.name, findings.problem, arch) for f in ran]
     if not requests:
         return {}
-    compiled: list[list[Compiled]] = compile_exhibits(requests)
+    compiled: list[list[Compiled]]
+    try:
+        compiled = compile_exhibits(requests)
+    except OfflineError as error:
+        findings.notes.append(f"the pair's instructions were not counted: {error}")
+        return {}
     return {
         request.exhibit: {
             "instructions": {family: kernels[0].count(family) for family in EXCHANGE},
