@@ -185,6 +185,7 @@ def expedition(
             exhibits = step_exhibits(cell.problem, machine.device_type)
             taken = machine.dig(cell, inputs, exhibits, forward_backward=False, progress=told)
             rows += step_rows_of(taken, run_id, preset)
+            findings.notes += taken.notes
         _add_notes(findings, site, inputs)
         del inputs
         if machine.ceilings is not None:
