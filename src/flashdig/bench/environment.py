@@ -243,8 +243,8 @@ def revision(package_folder: Path = PACKAGE_FOLDER) -> str | None:
         return os.environ.get(REVISION_VARIABLE) or None
     commit = _git(source, "rev-parse", "HEAD")
     changes = _git(source, "status", "--porcelain", "--", ".")
-    if commit is None or changes is None:
-        return None
+    if commit is None or changes is None:  # a checkout without a commit has no history either
+        return os.environ.get(REVISION_VARIABLE) or None
     return f"{commit}-dirty" if changes else commit
 
 
