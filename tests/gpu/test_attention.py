@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from tests.attention_cases import CASES, build, taking_gradients
 
 from flashdig import attention
 from flashdig.kernels.reference import reference_attention
+from tests.attention_cases import CASES, build, taking_gradients
 
 pytestmark = pytest.mark.gpu
 

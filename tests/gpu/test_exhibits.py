@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from tests.exhibit_cases import CASES, assert_within_contract, inputs_of, problem_of
 
 from flashdig.evidence.kernels import launched_kernels
 from flashdig.generations.inputs import random_qkv
 from flashdig.generations.ladder import RUNGS, generation
 from flashdig.problem import AttentionProblem
+from tests.exhibit_cases import CASES, assert_within_contract, inputs_of, problem_of
 
 pytestmark = pytest.mark.gpu
 DTYPES = ("float16", "bfloat16", "float32")

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from tests.exhibit_cases import CASES, assert_within_contract, inputs_of, problem_of
 
 from flashdig.bench.gate import check, poison
 from flashdig.evidence.kernels import launched_kernels
@@ -10,6 +9,7 @@ from flashdig.generations.inputs import PATHOLOGICAL, random_qkv
 from flashdig.generations.ladder import PAIR, generation
 from flashdig.generations.steps_paths import step_generations
 from flashdig.problem import AttentionProblem
+from tests.exhibit_cases import CASES, assert_within_contract, inputs_of, problem_of
 
 pytestmark = pytest.mark.gpu
 DTYPES = ("float16", "bfloat16", "float32")

@@ -2,13 +2,6 @@
 
 import pytest
 import torch
-from tests.exhibit_cases import (
-    CASES,
-    TRITON_RUNGS,
-    assert_within_contract,
-    inputs_of,
-    problem_of,
-)
 
 from flashdig.evidence.golden_counts import LONGEST_SEQLEN, golden_counts
 from flashdig.evidence.interpreter import (
@@ -22,6 +15,13 @@ from flashdig.generations.ladder import generation
 from flashdig.generations.minilm import minilm_qkv
 from flashdig.generations.presets import PRESETS
 from flashdig.problem import AttentionProblem
+from tests.exhibit_cases import (
+    CASES,
+    TRITON_RUNGS,
+    assert_within_contract,
+    inputs_of,
+    problem_of,
+)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.exhibit_cases import CASES, assert_within_contract, inputs_of, problem_of
 
 from flashdig.bench.gate import float64_reference
 from flashdig.evidence.interpreter import Job, interpreter_fault, run_in_interpreter
@@ -16,6 +15,7 @@ from flashdig.generations.inputs import random_qkv
 from flashdig.generations.ladder import generation
 from flashdig.generations.steps_paths import STEPS, StepSet, step_generations
 from flashdig.problem import AttentionProblem
+from tests.exhibit_cases import CASES, assert_within_contract, inputs_of, problem_of
 
 DTYPES = ("float32", "float16")
 SMALL = tuple(name for name in CASES if not name.startswith("whole"))  # those have no masked lanes

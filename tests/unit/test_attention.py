@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.attention_cases import CASES, build, gradients, taking_gradients
 
 import flashdig
 from flashdig import AttentionProblem, attention
 from flashdig.dispatch import Request, choose, support
 from flashdig.kernels.reference import reference_attention
+from tests.attention_cases import CASES, build, gradients, taking_gradients
 
 
 @pytest.mark.parametrize("backend", ["auto", "tiled", "reference"])

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.trace_files import RECORDED, recorded
 
 from flashdig.evidence import capture
 from flashdig.evidence.capture import (
@@ -21,6 +20,7 @@ from flashdig.evidence.capture import (
 )
 from flashdig.readers.kernel_names import decode
 from flashdig.readers.trace import read_kineto
+from tests.trace_files import RECORDED, recorded
 
 SCRIPT = """
 import sys

@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 import pytest
-from benchmarks.expected_attention import EXPECTED, STEPS, Expected, differences
 
+from benchmarks.expected_attention import EXPECTED, STEPS, Expected, differences
 from flashdig.readers.attribution import AttentionCall, MaskUse, Sizes
 
 MASKS = {kind.kind: kind for kind in (MaskUse("none"), MaskUse("causal"), MaskUse("tensor"))}

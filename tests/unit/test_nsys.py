@@ -4,13 +4,13 @@ import sqlite3
 from pathlib import Path
 
 import pytest
-from tests.nsys_files import GRAPH_SCHEMA, Export
 
 from flashdig.readers.breakdown import break_down
 from flashdig.readers.files import read_traces
 from flashdig.readers.nsys import read_nsys
 from flashdig.readers.occupancy import judge
 from flashdig.readers.open_file import UnreadableFileError
+from tests.nsys_files import GRAPH_SCHEMA, Export
 
 
 def two_steps(path: Path) -> str:

@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.attention_cases import CASES, build
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
@@ -14,6 +13,7 @@ from flashdig.kernels.reference import (
     reference_attention,
     reference_attention_varlen,
 )
+from tests.attention_cases import CASES, build
 
 INF = math.inf
 

@@ -4,12 +4,12 @@ import math
 
 import pytest
 import torch
-from tests.attention_cases import CASES, build, gradients, taking_gradients
 
 import flashdig.kernels.tiled as tiled_module
 from flashdig.kernels.reference import reference_attention
 from flashdig.kernels.tiled import Terms, tiled_attention
 from flashdig.problem import Mask
+from tests.attention_cases import CASES, build, gradients, taking_gradients
 
 
 def tiled(q, k, v, *, dropout_seed=0, **options):

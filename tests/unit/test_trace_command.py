@@ -11,12 +11,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.nsys_files import Export
-from tests.trace_files import RECORDED, host, kernel, recorded, text, write
 
 from flashdig.cli import main
 from flashdig.readers.summary import summarize
 from flashdig.readers.trace import read_kineto
+from tests.nsys_files import Export
+from tests.trace_files import RECORDED, host, kernel, recorded, text, write
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:

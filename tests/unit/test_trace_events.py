@@ -4,7 +4,6 @@ import random
 from pathlib import Path
 
 import pytest
-from tests.trace_files import Event, host, kernel, write
 
 from flashdig.readers.breakdown import break_down
 from flashdig.readers.model import DeviceProperties, Trace
@@ -12,6 +11,7 @@ from flashdig.readers.occupancy import judge, mean_percent
 from flashdig.readers.steps import find_steps
 from flashdig.readers.times import nanoseconds
 from flashdig.readers.trace import read_kineto
+from tests.trace_files import Event, host, kernel, write
 
 
 def read(tmp_path: Path, events: list[Event], **metadata: object) -> Trace:

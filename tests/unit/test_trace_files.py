@@ -6,13 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.trace_files import kernel, text, write
 
 from flashdig.readers import open_file
 from flashdig.readers.files import read_traces
 from flashdig.readers.json_stream import JsonDamageError, JsonStream
 from flashdig.readers.open_file import ByteReader, UnreadableFileError
 from flashdig.readers.trace import read_kineto
+from tests.trace_files import kernel, text, write
 
 EVENTS = [kernel(f"kernel_{index}", index * 10, 3, correlation=index) for index in range(40)]
 PLAIN = text(EVENTS)

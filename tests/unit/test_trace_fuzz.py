@@ -10,7 +10,6 @@ from pathlib import Path
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
-from tests.trace_files import recorded
 
 from flashdig.readers.compare import compare
 from flashdig.readers.model import Trace
@@ -20,6 +19,7 @@ from flashdig.readers.summary_json import summaries_to_json
 from flashdig.readers.trace import read_kineto
 from flashdig.report.trace_page import render_trace_page
 from flashdig.report.trace_terminal import print_comparison, print_summary
+from tests.trace_files import recorded
 
 RECORDED = gzip.decompress(Path(recorded("attn_train_sdpa_flash")).read_bytes())
 PACKED = Path(recorded("attn_train_sdpa_flash")).read_bytes()

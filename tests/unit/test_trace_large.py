@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.large_trace import read_and_report, write_trace
-from tests.trace_files import kernel
 
 from flashdig.readers.json_stream import JsonStream
+from tests.large_trace import read_and_report, write_trace
+from tests.trace_files import kernel
 
 
 @pytest.mark.parametrize("name", ["large.json", "large.json.gz"])

@@ -15,10 +15,9 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from benchmarks.expected_attention import EXPECTED, STEPS, differences
 from rich.console import Console
-from tests.trace_files import DATA
 
+from benchmarks.expected_attention import EXPECTED, STEPS, differences
 from flashdig.costs.flops import direction_flops
 from flashdig.readers.attribution import AttentionCall
 from flashdig.readers.kernel_names import decode
@@ -27,6 +26,7 @@ from flashdig.readers.steps import find_steps
 from flashdig.readers.summary import AttentionGroup, TraceSummary, summarize
 from flashdig.readers.trace import read_kineto
 from flashdig.report.trace_terminal import print_summary
+from tests.trace_files import DATA
 
 MODELS = DATA / "models"
 GOLDEN = Path(__file__).parent.parent / "golden" / "traces"

@@ -12,7 +12,6 @@ from typing import Literal
 
 import pytest
 from rich.console import Console
-from tests.trace_files import RECORDED, recorded
 
 from flashdig.readers.attribution import AttentionCall, MaskUse, Sizes
 from flashdig.readers.compare import compare
@@ -22,6 +21,7 @@ from flashdig.readers.occupancy import judge, resident_warps
 from flashdig.readers.summary import AttentionGroup, TraceSummary, summarize
 from flashdig.readers.summary_json import summary_to_json
 from flashdig.report.trace_terminal import print_comparison, print_summary
+from tests.trace_files import RECORDED, recorded
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "traces"
 
