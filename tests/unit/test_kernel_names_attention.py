@@ -233,8 +233,19 @@ def test_attention_names(beginning: str) -> None:
             ),
         ),
         (
-            "online_softmax_v0_fp32_d64_m32n32_causal",
-            ("attention_forward", "forward", "float32", (32, 32), 64, None, False, "v0", True),
+            "online_softmax_fp32_n1024_causal",
+            ("attention_part", "forward", "float32", None, None, None, False, None, True),
+        ),
+        (
+            "flash_fwd_v1_tf32_d64_m32n32_full",
+            ("attention_forward", "forward", "tf32", (32, 32), 64, None, True, "v1", False),
+        ),
+        (
+            "flash_fwd_split_k_bf16_d128_m64n64_causal",
+            (
+                *("attention_forward", "forward", "bfloat16", (64, 64), 128),
+                *(None, True, "split_k", True),
+            ),
         ),
         (
             "flash_fwd_v1_fp32",

@@ -28,7 +28,8 @@ _KINDS: dict[str, tuple[Role, str]] = {
 }
 _OURS = re.compile(
     r"^(?P<what>flash_fwd|flash_bwd(?:_[a-z]+)*|flash_decode|flash_combine|online_softmax)_"
-    r"(?P<generation>[a-z0-9]+(?:_[a-z0-9]+)*?)_(?P<dtype>fp32|fp16|bf16)(?P<rest>(?:_[a-z0-9]+)*)$"
+    r"(?:(?P<generation>[a-z0-9]+(?:_[a-z0-9]+)*?)_)?"
+    r"(?P<dtype>fp32|tf32|fp16|bf16)(?P<rest>(?:_[a-z0-9]+)*)$"
 )
 # names of hand-written Triton attention kernels that many projects share
 _KNOWN: dict[str, tuple[Role, Pass, str]] = {
@@ -130,9 +131,10 @@ def _ours(symbol: Symbol) -> KernelName | None:
     found = _OURS.match(symbol.text)
     if found is None:
         return None
-    words = (found["generation"] + found["rest"]).split("_")
+    named = found["generation"] or ""
+    words = (named + found["rest"]).split("_")
     arch = next((w for w in words if re.fullmatch(r"sm\d{2,3}a?", w)), None)
-    generation = "_".join(w for w in found["generation"].split("_") if w != arch) or None
+    generation = "_".join(w for w in named.split("_") if w != arch) or None
     dtype = DTYPES[found["dtype"]]
     rest = found["rest"].split("_")
     head_dim = next((int(w[1:]) for w in rest if re.fullmatch(r"d\d{1,4}", w)), None)
@@ -142,7 +144,7 @@ def _ours(symbol: Symbol) -> KernelName | None:
     if "full" in rest:
         causal = False
     role, pass_, what = _our_role(found["what"])
-    if "tf32" in rest:
+    if found["dtype"] == "tf32":
         tensor_cores: bool | None = True
     else:
         # Triton multiplies float32 on the CUDA cores with input_precision="ieee", which is what
@@ -180,7 +182,7 @@ def _our_role(what: str) -> tuple[Role, Pass, str]:
     if what == "flash_combine":
         return "attention_part", "forward", "joins partial attention results"
     if what == "online_softmax":
-        return "attention_forward", "forward", "attention with an online softmax, forward"
+        return "attention_part", "forward", "online softmax over scores in memory"
     if what == "flash_decode":
         return "attention_forward", "forward", "attention for few queries over a cache, forward"
     return "attention_forward", "forward", "attention forward"
