@@ -113,6 +113,18 @@ STEP = {
     "share_of_gain": 0.05,
     "predicted": {"at_observed_clock": {"floor_ms": 0.5, "limiter": "tensor cores"}},
 }
+
+
+def test_occupancy_stands_beside_its_guess() -> None:
+    kernels = [
+        {"name": "flash_fwd_v2", "count": 1, "us": 10.0, "occupancy_percent": 25.0},
+        {"name": "void at::native::copy", "count": 1, "us": 90.0, "occupancy_percent": 100.0},
+    ]
+    guessed = {**ROW, "kernels": kernels, "predicted": {**ROW["predicted"], "occupancy": 0.125}}
+    assert "25 % (12 %)" in shown([guessed], 300)
+    assert "100 %" in shown([{**ROW, "kernels": kernels}], 300)
+
+
 HALF = {
     **ROW,
     "name": "split_q",

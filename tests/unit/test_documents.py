@@ -7,6 +7,9 @@ import pytest
 
 import flashdig
 from flashdig.bench.results import read_record
+from flashdig.costs.predict import predict
+from flashdig.hardware.devices import find_device
+from flashdig.problem import AttentionProblem
 from flashdig.report.markdown import with_tables
 
 ROOT = Path(flashdig.__file__).parents[2]
@@ -49,6 +52,22 @@ def test_no_time_lies_below_its_floor_and_guesses_hold() -> None:
             assert abs(row["ms"] / at_clock["expected_ms"] - 1) <= 0.15, row["name"]
             compared += 1
     assert compared > 60
+
+
+def test_the_exhibits_occupancy_is_as_guessed() -> None:
+    device, compared = find_device("h200"), 0
+    for row in read_record(RECORD).rows:
+        if row["kind"] != "rung" or row["name"] not in ("v1", "v2", "v2_transposed"):
+            continue
+        problem = AttentionProblem.dense(
+            *(row[name] for name in ("batch", "num_heads", "seqlen_q", "head_dim", "dtype")),
+            causal=row["causal"],
+        ).replace(allow_tf32=bool(row["features"].get("tf32")))
+        guessed = predict(problem, device, row["name"]).occupancy
+        (own,) = (k for k in row["kernels"] if k["name"].startswith("flash_fwd"))
+        assert own["occupancy_percent"] / 100 == pytest.approx(guessed, rel=0.15), row["name"]
+        compared += 1
+    assert compared > 100
 
 
 def test_v2_beats_v1_everywhere_and_transposing_pays_only_on_cuda_cores() -> None:

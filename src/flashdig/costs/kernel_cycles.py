@@ -32,12 +32,15 @@ class KernelCycles:
     Attributes:
         instructions: of one warp in one iteration.
         resident_blocks: by registers and shared memory, and no more than the grid gives an SM.
+        occupancy: warps resident on average over the most that an SM holds; None unless the kernel
+            is known as compiled.
         notes: where the figures of this kernel come from, in words.
     """
 
     cycles: IterationCycles
     instructions: float
     resident_blocks: int
+    occupancy: float | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -99,7 +102,11 @@ def kernel_cycles(question: Question, tile: Tile, programs: int) -> KernelCycles
     )
     instructions = cycles.issue * arch.issue_per_clock / tile.warps
     grid_share = max(1, math.ceil(programs / question.device.sm_count))
-    return KernelCycles(cycles, instructions, min(blocks, grid_share), tuple(notes))
+    occupancy = None
+    if loop is not None:
+        resident = min(blocks, programs / question.device.sm_count)
+        occupancy = resident * tile.warps / arch.max_warps
+    return KernelCycles(cycles, instructions, min(blocks, grid_share), occupancy, tuple(notes))
 
 
 def _cutlass(question: Question, tile: Tile) -> tuple[float, float]:

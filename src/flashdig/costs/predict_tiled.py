@@ -103,6 +103,7 @@ def predict_tiled(question: Question, tile: Tile | None = None) -> Prediction:
         pipes=cycles.pipes,
         programs=programs,
         waves=programs / resident,
+        occupancy=kernel.occupancy,
         imbalance=_imbalance(iterations),
         notes=(*notes, *kernel.notes, *_own_notes(question)),
     )

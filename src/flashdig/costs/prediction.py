@@ -59,6 +59,7 @@ class Prediction:
         pipes: pipe -> cycles of one inner iteration; empty for unfused attention and decode.
         kernels: launches, memory sets included, copies apart.
         programs, waves: of the main kernel's grid; None for unfused attention.
+        occupancy: of the main kernel, 0 to 1; None where it is not known as compiled.
         imbalance: iterations of the longest program over the mean; None as above.
         scratch_bytes: scores or partial results in memory beside input and output.
         notes: assumptions and origins of the efficiencies.
@@ -87,6 +88,7 @@ class Prediction:
     pipes: Mapping[str, float] = dataclasses.field(default_factory=dict)
     programs: int | None = None
     waves: float | None = None
+    occupancy: float | None = None
     imbalance: float | None = None
     notes: tuple[str, ...] = ()
     sentences: tuple[str, ...] = ()

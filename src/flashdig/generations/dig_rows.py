@@ -54,6 +54,7 @@ def row_of(findings: CellFindings, found: Found, run_id: str, preset: str | None
             "triton_store_bytes": None if kernel is None else kernel.store_bytes,
             "matmul_flops": prediction.matmul_flops,
             "scratch_bytes": prediction.scratch_bytes,
+            "guessed_at": found.guessed_at,
             **_guessed_time(found.guess),
         },
         "sentence": sentence(findings, found),
@@ -115,6 +116,7 @@ def _guessed_time(guessed: Prediction | None) -> dict[str, Any]:
         "memory_load_bytes": guessed.memory.load_bytes,
         "memory_store_bytes": guessed.memory.store_bytes,
         "programs": guessed.programs,
+        "occupancy": guessed.occupancy,
         "waves": guessed.waves,
     }
 

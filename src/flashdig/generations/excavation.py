@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
 
 import torch
 
@@ -60,6 +61,7 @@ class Found:
     Attributes:
         prediction: launches, bytes and FLOP of this exhibit, from its own structure.
         guess: floor and expected time on this device, made before it ran.
+        guessed_at: when both were made, ISO 8601 in UTC.
         unsupported: why it was not run; empty when it was.
         refusal: the error of a run that was tried; None when it ran.
         eager_difference: largest difference from eager attention, for problems that are small.
@@ -70,6 +72,7 @@ class Found:
     prediction: LaunchPrediction
     unsupported: list[str]
     guess: Prediction | None = None
+    guessed_at: str = ""
     refusal: str | None = None
     gate: GateResult | None = None
     eager_difference: float | None = None
@@ -247,6 +250,7 @@ def _predicted(
                 prediction=exhibit.predict(cell.problem),
                 unsupported=exhibit.unsupported(cell.problem, device_type),
                 guess=None if device is None else guess(name, problem, device),
+                guessed_at=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
                 published=cell.published.get(name),
             )
         )

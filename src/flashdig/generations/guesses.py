@@ -27,9 +27,11 @@ if TYPE_CHECKING:
 TIME_TOLERANCE = 0.15
 # below this a kernel's start and end are a large part of it
 SHORT_LAUNCH_MS = 0.03
+OCCUPANCY_TOLERANCE = 0.15
 # one indexing step of torch's element-wise kernels covers at most this many bytes
 ELEMENTWISE_BYTES = 2**31
 UNEXPLAINED = "unexplained"
+TORCHS_OWN = "void at::"
 
 
 @dataclass(frozen=True)
@@ -37,8 +39,8 @@ class Surprise:
     """A figure that is not what was guessed.
 
     Attributes:
-        what: "time", "time floor", "kernels", "loads", "stores" or "FLOP".
-        predicted, found: in the unit of `what`: ms, kernels, bytes, FLOP.
+        what: "time", "time floor", "kernels", "occupancy", "loads", "stores" or "FLOP".
+        predicted, found: in the unit of `what`: ms, kernels, percent, bytes, FLOP.
         tolerance: largest |found / predicted - 1| that would not have been one.
         cause: what explains it, or "unexplained".
     """
@@ -71,7 +73,35 @@ def surprises(
     problem: AttentionProblem, device: Device | None, found: Found
 ) -> tuple[Surprise, ...]:
     """What was not as guessed, for a rung that ran."""
-    return (*_of_time(problem, device, found), *_of_kernels(problem, found), *_of_counts(found))
+    return (
+        *_of_time(problem, device, found),
+        *_of_kernels(problem, found),
+        *_of_occupancy(found),
+        *_of_counts(found),
+    )
+
+
+def main_kernel(found: Found) -> LaunchedKernel | None:
+    """The kernel that takes most of a rung's time, for an exhibit its own; None if not recorded."""
+    kernels = [kernel for kernel in found.kernels or () if kernel.is_kernel]
+    own = [kernel for kernel in kernels if not kernel.name.startswith(TORCHS_OWN)]
+    chosen = own if found.generation.is_triton and own else kernels
+    return max(chosen, key=lambda kernel: kernel.us, default=None)
+
+
+def _of_occupancy(found: Found) -> tuple[Surprise, ...]:
+    kernel = main_kernel(found)
+    if kernel is None or kernel.occupancy_percent is None:
+        return ()
+    if found.guess is None or found.guess.occupancy is None:
+        return ()
+    guessed = 100 * found.guess.occupancy
+    if abs(kernel.occupancy_percent / guessed - 1.0) <= OCCUPANCY_TOLERANCE:
+        return ()
+    cause = UNEXPLAINED
+    if kernel.registers is not None and kernel.occupancy_limit == "registers":
+        cause = f"compiled here it has {kernel.registers} registers a thread"
+    return (Surprise("occupancy", guessed, kernel.occupancy_percent, OCCUPANCY_TOLERANCE, cause),)
 
 
 def _of_time(

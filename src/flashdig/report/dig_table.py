@@ -145,7 +145,13 @@ def surprise_lines(row: Row) -> list[str]:
     return lines
 
 
-_UNITS = {"time": " ms", "time floor": " ms", "loads": " bytes", "stores": " bytes"}
+_UNITS = {
+    "time": " ms",
+    "time floor": " ms",
+    "occupancy": " %",
+    "loads": " bytes",
+    "stores": " bytes",
+}
 
 
 def _speedup(row: Row, path: str) -> str:
@@ -197,6 +203,21 @@ def _kernels(row: Row) -> str:
     return f"{kernels} + {copies} copy" if copies else str(kernels)
 
 
+def _occupancy(row: Row) -> str:
+    """Of the kernel that takes most of the time, and what was guessed for it.
+
+    A guess is for an exhibit's own kernel, whatever copy stands beside it.
+    """
+    kernels = [k for k in row.get("kernels", ()) if k.get("occupancy_percent") is not None]
+    if row.get("predicted", {}).get("occupancy") is not None:
+        kernels = [k for k in kernels if not k["name"].startswith("void at::")]
+    if not kernels:
+        return ""
+    found = max(kernels, key=lambda kernel: float(kernel["us"]))["occupancy_percent"]
+    guessed = row.get("predicted", {}).get("occupancy")
+    return f"{found:.0f} %" if guessed is None else f"{found:.0f} % ({100 * guessed:.0f} %)"
+
+
 def _count(kernels: Sequence[Mapping[str, Any]], prefix: str) -> int:
     return sum(int(kernel["count"]) for kernel in kernels if kernel["name"].startswith(prefix))
 
@@ -228,6 +249,7 @@ COLUMNS = (
     Column("stores", lambda row: _issued(row, "store_bytes"), 9),
     Column("memory", lambda row: _size(row.get("peak_bytes")), 4),
     Column("kernels", _kernels, 11),
+    Column("occupancy (guess)", _occupancy, 13),
     Column("error", lambda row: _number(row.get("error"), "{:.1e}"), 3),
     Column("from eager", lambda row: _number(row.get("eager_difference"), "{:.1e}"), 12),
 )
