@@ -148,7 +148,7 @@ def test_cpu_only_is_unknown_and_not_zero(
         ("other.json", b'{"a": 1}', "no trace"),
         ("text.txt", b"hello", "damaged at byte 0"),
         ("picture.png", b"\x89PNG\r\n\x1a\n" + bytes(range(256)), "damaged at byte"),
-        ("report.ncu-rep", b"NVR\x00...", "Nsight Compute report"),
+        ("report.ncu-rep", b"NVR\x00...", "report.ncu-rep"),
         ("some.sqlite", b"SQLite format 3\x00" + bytes(200), "SQLite"),
     ],
 )

@@ -27,7 +27,8 @@ def command(
         list[str] | None,
         typer.Argument(
             help="Traces of one run: Chrome/Kineto JSON (plain or gzip), Nsight Systems SQLite "
-            "exports, directories of them, or - for standard input. With --run or --ncu: the "
+            "exports, directories of them, or - for standard input; or Nsight Compute's counters: "
+            "CSV (raw or details page) or .ncu-rep. With --run or --ncu: the "
             "script's own arguments (after -- if they start with a dash).",
             show_default=False,
         ),
@@ -83,11 +84,47 @@ def command(
         raise UsageError("--stacks goes with --run")
     if not files:
         raise UsageError("give at least one trace file, or --run SCRIPT (flashdig trace --help)")
+    counters = [name for name in files if _holds_counters(name)]
+    if counters:
+        if len(counters) < len(files) or against is not None or html is not None:
+            raise UsageError(
+                "Nsight Compute files hold no time line: give them alone, without --against and "
+                "--html"
+            )
+        _show_counters(counters, as_json)
+        return
     traces = _read(files, allow_large)
     others = _read([against], allow_large) if against is not None else []
     _show(traces, others, as_json, html)
     if failure is not None:
         raise CommandError(failure)
+
+
+def _holds_counters(name: str) -> bool:
+    """By its name: the CSV pages and reports of Nsight Compute."""
+    plain = name.lower().removesuffix(".gz")
+    return plain.endswith((".csv", ".ncu-rep", ".ncu-repz"))
+
+
+def _show_counters(files: list[str], as_json: bool) -> None:
+    from flashdig.readers.ncu import read_ncu
+    from flashdig.readers.open_file import UnreadableFileError
+
+    try:
+        read = {name: read_ncu(name) for name in files}
+    except UnreadableFileError as error:
+        raise UnreadableInputError(str(error)) from error
+    from flashdig.report.ncu_terminal import ncu_to_json, print_ncu
+
+    if as_json:
+        answer = [{"source": name, "kernels": ncu_to_json(found)} for name, found in read.items()]
+        typer.echo(json.dumps(answer, indent=1))
+        return
+    from rich.console import Console
+
+    console = Console()
+    for name, found in read.items():
+        print_ncu(found, name, console)
 
 
 def _show(traces: list[Trace], others: list[Trace], as_json: bool, html: str | None) -> None:
@@ -212,3 +249,4 @@ def _measure_with_ncu(script: str, arguments: list[str], output: str | None, as_
         typer.echo(outcome.command)
     else:
         typer.echo(f"counters written: {outcome.path}")
+        _show_counters([outcome.path], as_json=False)
