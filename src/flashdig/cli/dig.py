@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -119,10 +119,11 @@ def _dig(
     run = new_run(command_line, collect(), revision())
     rows: list[dict[str, Any]] = []
     notes: list[str] = []
-    with _progress(quiet=as_json) as progress:
+    with _progress(len(request.sites), quiet=as_json) as (say, one_done):
         for cell_rows, cell_notes in expedition(
-            request, names, run.run_id, rounds=rounds, steps=steps, progress=progress
+            request, names, run.run_id, rounds=rounds, steps=steps, progress=say
         ):
+            one_done()
             rows += cell_rows
             notes += [note for note in cell_notes if note not in notes]
             if not as_json:
@@ -224,18 +225,32 @@ def _require_writable(output: Path) -> None:
 
 
 @contextmanager
-def _progress(quiet: bool) -> Iterator[Any]:
-    """A function that shows what is being done, on standard error; silent for --json."""
+def _progress(
+    problems: int, *, quiet: bool
+) -> Iterator[tuple[Callable[[str], None], Callable[[], None]]]:
+    """A bar over the problems on standard error: say what is being done, and that one is done."""
     from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        SpinnerColumn,
+        TextColumn,
+        TimeElapsedColumn,
+    )
 
     if quiet:
-        yield lambda _: None
+        yield lambda _: None, lambda: None
         return
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    columns = [SpinnerColumn(), TimeElapsedColumn(), TextColumn("{task.description}")]
+    if problems > 1:
+        columns[1:1] = [BarColumn(bar_width=20), MofNCompleteColumn()]
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("digging")
-        yield lambda text: bar.update(task, description=text)
+        task = bar.add_task("digging", total=problems)
+        yield (
+            lambda text: bar.update(task, description=text),
+            lambda: bar.advance(task),
+        )
 
 
 def _walk(as_json: bool) -> None:

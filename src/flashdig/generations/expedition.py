@@ -167,23 +167,18 @@ def expedition(
         steps: also take the steps from v1 to v2, of presets on the cells that ask for them.
     """
     machine = Machine.here(rounds, progress)
-    for number, site in enumerate(request.sites, 1):
-        prefix = f"{number}/{len(request.sites)} " if len(request.sites) > 1 else ""
-
-        def told(text: str, prefix: str = prefix) -> None:
-            progress(prefix + text)
-
+    for site in request.sites:
         preset = site.preset.name if site.preset is not None else None
         cell = site.cell
         if machine.ceilings is None and not site.fixed:
             cell = replace(cell, problem=cut_for_cpu(cell.problem))
         inputs = site.make(cell.problem, machine.device_type)
         both = site.preset is not None and site.preset.forward_backward
-        findings = machine.dig(cell, inputs, names, forward_backward=both, progress=told)
+        findings = machine.dig(cell, inputs, names, forward_backward=both, progress=progress)
         rows = rows_of(findings, run_id, preset)
         if steps and (site.preset is None or cell.steps):
             exhibits = step_exhibits(cell.problem, machine.device_type)
-            taken = machine.dig(cell, inputs, exhibits, forward_backward=False, progress=told)
+            taken = machine.dig(cell, inputs, exhibits, forward_backward=False, progress=progress)
             rows += step_rows_of(taken, run_id, preset)
             findings.notes += taken.notes
         _add_notes(findings, site, inputs)
@@ -218,7 +213,7 @@ def strongest_pairs(inputs: QKV, causal: bool, count: int = 3) -> str:
         hidden = torch.ones_like(scores, dtype=torch.bool).triu(1)
         scores = scores.masked_fill(hidden, float("-inf"))
     probs = torch.softmax(scores, dim=-1)
-    words = [i for i, token in enumerate(inputs.tokens) if not token.startswith("[")]
+    words = [i for i, token in enumerate(inputs.tokens) if token.removeprefix("##").isalnum()]
     ranked = sorted(
         ((float(probs[:, i, j].max()), i, j) for i in words for j in words if i != j), reverse=True
     )
