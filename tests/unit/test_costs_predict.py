@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 
 from flashdig.costs.predict import UnknownGenerationError, predict
 from flashdig.costs.roofline import arithmetic_intensity, ridge_point, roofs
-from flashdig.costs.schedules import SCHEDULES, Tile, exhibit_tile, shared_tile_bytes
+from flashdig.costs.schedules import SCHEDULES, Tile, shared_tile_bytes
 from flashdig.costs.units import percent, seconds, with_unit
 from flashdig.generations import ladder
-from flashdig.generations.base import tiles
 from flashdig.hardware.devices import find_device, load_devices
 from flashdig.problem import AttentionProblem
 
@@ -194,17 +193,6 @@ def test_first_flash_attention_leaves_sms_idle_at_small_batch():
     assert first.programs == 16
     assert first.floor_s > 8 * second.floor_s
     assert "16 programs for 132 SMs: 87.9 % of them idle" in " ".join(first.sentences)
-
-
-def test_the_exhibits_and_the_schedules_take_the_same_tile():
-    for head_dim in (16, 32, 64, 128, 256):
-        for size in (2, 4):
-            exhibit, schedule = tiles(head_dim, size), exhibit_tile(head_dim, size)
-            assert (exhibit.block_m, exhibit.block_n, exhibit.num_warps) == (
-                schedule.block_m,
-                schedule.block_n,
-                schedule.warps,
-            )
 
 
 @pytest.mark.parametrize("name", [name for name in ladder.RUNGS if name in SCHEDULES])

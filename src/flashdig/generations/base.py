@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from flashdig.costs.schedules import Tile
 from flashdig.costs.traffic import Traffic, visited_tiles
 from flashdig.problem import AttentionProblem
 
@@ -72,27 +73,7 @@ class Generation:
     is_triton: bool = False
 
 
-@dataclass(frozen=True)
-class Tiles:
-    """Tile of an exhibit: block_m query rows by block_n keys, by num_warps warps."""
-
-    block_m: int
-    block_n: int
-    num_warps: int
-
-
 HEAD_DIMS = (16, 32, 64, 128, 256)
-
-
-def tiles(head_dim: int, element_bytes: int) -> Tiles:
-    """The one tile that all Triton exhibits use, so that they differ in structure alone.
-
-    float32 takes the archaeology article's 32 x 32 (its products run on CUDA cores unless TF32 is
-    allowed); 16-bit types take FlashAttention-2's smallest, 64 x 64, and less at head_dim 256.
-    """
-    if element_bytes == 4:
-        return Tiles(32, 32, 4)
-    return Tiles(64, 64, 4) if head_dim <= 128 else Tiles(64, 32, 8)
 
 
 def unsupported_by_triton(problem: AttentionProblem, device_type: str) -> list[str]:
@@ -110,7 +91,7 @@ def unsupported_by_triton(problem: AttentionProblem, device_type: str) -> list[s
     return reasons
 
 
-def tiled_flops(problem: AttentionProblem, tile: Tiles, *, skip_masked_tiles: bool) -> int:
+def tiled_flops(problem: AttentionProblem, tile: Tile, *, skip_masked_tiles: bool) -> int:
     """FLOP of the two products as a tile loop executes them: whole tiles, masked parts too."""
     visits = visited_tiles(problem, tile.block_m, tile.block_n, skip_masked_tiles=skip_masked_tiles)
     pairs = problem.batch * problem.num_heads * visits.tiles * tile.block_m * tile.block_n

@@ -18,6 +18,7 @@ from flashdig.bench.gate import GateResult, Reference, float64_reference, naive_
 from flashdig.bench.timing import Ceilings, Timing, TimingFailure, time_rotated
 from flashdig.costs.flops import half_rule_flops
 from flashdig.costs.prediction import Prediction
+from flashdig.costs.schedules import exhibit_tile
 from flashdig.costs.traffic import compulsory, visited_tiles
 from flashdig.evidence.golden_counts import golden_counts
 from flashdig.evidence.interpreter import (
@@ -29,7 +30,7 @@ from flashdig.evidence.interpreter import (
     run_in_interpreter,
 )
 from flashdig.evidence.kernels import LaunchedKernel, launched_kernels
-from flashdig.generations.base import Generation, LaunchPrediction, tiles
+from flashdig.generations.base import Generation, LaunchPrediction
 from flashdig.generations.guesses import guess
 from flashdig.generations.inputs import QKV
 from flashdig.generations.ladder import generation
@@ -363,7 +364,7 @@ def _count(findings: CellFindings, progress: Progress) -> None:
 
 
 def _interpreter_visits(problem: AttentionProblem) -> int:
-    tile = tiles(problem.head_dim, problem.element_bytes)
+    tile = exhibit_tile(problem.head_dim, problem.element_bytes)
     return visited_tiles(problem, tile.block_m, tile.block_n, skip_masked_tiles=False).tiles
 
 

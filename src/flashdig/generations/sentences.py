@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from flashdig.costs.schedules import exhibit_tile
 from flashdig.costs.traffic import compulsory
-from flashdig.generations.base import tiles
 
 if TYPE_CHECKING:
     from flashdig.generations.excavation import CellFindings, Found
@@ -74,7 +74,7 @@ def _v1(findings: CellFindings, found: Found) -> str:
 
 def _v2(findings: CellFindings, found: Found) -> str:
     problem = findings.problem
-    tile = tiles(problem.head_dim, problem.element_bytes)
+    tile = exhibit_tile(problem.head_dim, problem.element_bytes)
     heads = problem.batch * problem.num_heads
     programs = heads * -(-problem.seqlen_q // tile.block_m)
     skipped = ", hidden tiles are skipped" if problem.causal else ""

@@ -21,11 +21,11 @@ Not here: float32, head dimensions besides 64 and 128, backward. Gluon has no in
 import torch
 import triton
 
+from flashdig.costs.schedules import Tile
 from flashdig.costs.traffic import tensor_bytes, v2_issued
 from flashdig.generations.base import (
     Generation,
     LaunchPrediction,
-    Tiles,
     tiled_flops,
     unsupported_by_triton,
 )
@@ -41,7 +41,7 @@ from flashdig.problem import AttentionProblem
 
 NAME = "flash_fwd_split"
 LOG2_E = 1.4426950408889634
-TILE = Tiles(64, 64, 4)
+TILE = Tile(64, 64, 4)
 HEAD_DIMS = (64, 128)
 
 
@@ -182,7 +182,7 @@ def launch(
         IS_CAUSAL=causal,
         WARPS_M=warps[0],
         WARPS_N=warps[1],
-        num_warps=TILE.num_warps,
+        num_warps=TILE.warps,
     )
     return out, lse
 
@@ -190,13 +190,13 @@ def launch(
 def run_split_q(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    return launch(q, k, v, causal, (TILE.num_warps, 1))
+    return launch(q, k, v, causal, (TILE.warps, 1))
 
 
 def run_split_k(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    return launch(q, k, v, causal, (1, TILE.num_warps))
+    return launch(q, k, v, causal, (1, TILE.warps))
 
 
 def unsupported(problem: AttentionProblem, device_type: str) -> list[str]:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from flashdig.costs.schedules import exhibit_tile
 from flashdig.costs.traffic import (
     Traffic,
     tensor_bytes,
@@ -27,7 +28,6 @@ from flashdig.generations.base import (
     Generation,
     LaunchPrediction,
     tiled_flops,
-    tiles,
     unsupported_by_triton,
 )
 from flashdig.problem import AttentionProblem
@@ -239,7 +239,7 @@ def predict(problem: AttentionProblem, steps: StepSet) -> LaunchPrediction:
     Raises ValueError for a set that makes no sense under any mask.
     """
     _refuse(steps.refusals(causal=True), steps)
-    tile = tiles(problem.head_dim, problem.element_bytes)
+    tile = exhibit_tile(problem.head_dim, problem.element_bytes)
     skips = "causal_skipping" in steps
     size = tensor_bytes(problem)
     if "loop_order" in steps:

@@ -21,7 +21,8 @@ import torch
 import triton
 import triton.language as tl
 
-from flashdig.generations.base import input_precision, tiles
+from flashdig.costs.schedules import exhibit_tile
+from flashdig.generations.base import input_precision
 from flashdig.kernels.primitives import round_to_tf32
 
 NAME = "flash_fwd_steps"
@@ -400,7 +401,7 @@ def launch(
         k = k.transpose(-1, -2).contiguous()
     batch, num_heads, seqlen_q, head_dim = q.shape
     num_heads_kv, seqlen_k = v.shape[1], v.shape[2]
-    tile = tiles(head_dim, q.element_size())
+    tile = exhibit_tile(head_dim, q.element_size())
     sizes = (
         seqlen_q,
         seqlen_k,
@@ -417,7 +418,7 @@ def launch(
         "SKIPS_HIDDEN": skips_hidden,
         "K_IS_TRANSPOSED": k_is_transposed,
         "INPUT_PRECISION": input_precision(q.dtype),
-        "num_warps": tile.num_warps,
+        "num_warps": tile.warps,
     }
     if not queries_outside:
         out = torch.zeros_like(q, dtype=torch.float32)

@@ -15,13 +15,13 @@ import torch
 import triton
 import triton.language as tl
 
+from flashdig.costs.schedules import exhibit_tile
 from flashdig.costs.traffic import Traffic, tensor_bytes, v1_issued
 from flashdig.generations.base import (
     Generation,
     LaunchPrediction,
     input_precision,
     tiled_flops,
-    tiles,
     unsupported_by_triton,
 )
 from flashdig.kernels.primitives import round_to_tf32
@@ -116,7 +116,7 @@ def run(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     batch, num_heads, seqlen_q, head_dim = q.shape
     num_heads_kv, seqlen_k = k.shape[1], k.shape[2]
-    tile = tiles(head_dim, q.element_size())
+    tile = exhibit_tile(head_dim, q.element_size())
     out = torch.zeros_like(q, dtype=torch.float32)
     row_max = q.new_full((batch, num_heads, seqlen_q), float("-inf"), dtype=torch.float32)
     row_sum = torch.zeros_like(row_max)
@@ -136,13 +136,13 @@ def run(
         BLOCK_N=tile.block_n,
         IS_CAUSAL=causal,
         INPUT_PRECISION=input_precision(q.dtype),
-        num_warps=tile.num_warps,
+        num_warps=tile.warps,
     )
     return out.to(q.dtype), None
 
 
 def predict(problem: AttentionProblem) -> LaunchPrediction:
-    tile = tiles(problem.head_dim, problem.element_bytes)
+    tile = exhibit_tile(problem.head_dim, problem.element_bytes)
     kernel = v1_issued(problem, tile.block_m, tile.block_n)
     rows = problem.batch * problem.num_heads * problem.seqlen_q
     out_bytes = 4 * rows * problem.head_dim

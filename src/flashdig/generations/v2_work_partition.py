@@ -17,13 +17,13 @@ import torch
 import triton
 import triton.language as tl
 
+from flashdig.costs.schedules import exhibit_tile
 from flashdig.costs.traffic import tensor_bytes, transpose_copy, v2_issued
 from flashdig.generations.base import (
     Generation,
     LaunchPrediction,
     input_precision,
     tiled_flops,
-    tiles,
     unsupported_by_triton,
 )
 from flashdig.kernels.primitives import round_to_tf32
@@ -127,7 +127,7 @@ def launch(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     batch, num_heads, seqlen_q, head_dim = q.shape
     num_heads_kv, seqlen_k = v.shape[1], v.shape[2]
-    tile = tiles(head_dim, q.element_size())
+    tile = exhibit_tile(head_dim, q.element_size())
     out = torch.empty_like(q)
     lse = q.new_empty((batch, num_heads, seqlen_q), dtype=torch.float32)
     flash_fwd_v2[(triton.cdiv(seqlen_q, tile.block_m), batch * num_heads)](
@@ -146,7 +146,7 @@ def launch(
         IS_CAUSAL=causal,
         K_IS_TRANSPOSED=k_is_transposed,
         INPUT_PRECISION=input_precision(q.dtype),
-        num_warps=tile.num_warps,
+        num_warps=tile.warps,
     )
     return out, lse
 
@@ -164,7 +164,7 @@ def run_transposed(
 
 
 def predict(problem: AttentionProblem) -> LaunchPrediction:
-    tile = tiles(problem.head_dim, problem.element_bytes)
+    tile = exhibit_tile(problem.head_dim, problem.element_bytes)
     kernel = v2_issued(problem, tile.block_m, tile.block_n)
     return LaunchPrediction(
         kernels=1,
