@@ -153,3 +153,33 @@ def test_shares_of_the_steps_add_up_to_the_whole_gain() -> None:
     assert "33 % of the way" in rows["step:loop_order"]["sentence"]
     assert "share_of_gain" not in rows["step:k_layout"]
     assert not torch.is_tensor(rows["step:lse"]["ms"])
+
+
+def test_what_the_interpreter_cannot_do_is_a_reason_not_the_end(monkeypatch) -> None:
+    problem = AttentionProblem.dense(1, 1, 32, 16, "float32")
+    inputs = random_qkv(problem)
+
+    def fails(jobs):
+        raise excavation.InterpreterError("the interpreter failed: out of luck")
+
+    monkeypatch.setattr(excavation, "run_in_interpreter", fails)
+    findings = dig_on_cpu(Cell(problem), inputs, ["naive", "v2"], progress=lambda _: None)
+    assert [rung.verdict for rung in findings.rungs] == [
+        "ok",
+        "not run: the interpreter failed: out of luck",
+    ]
+    monkeypatch.setattr(excavation, "INTERPRETER_RUN_LIMIT", 0)
+    findings = dig_on_cpu(Cell(problem), inputs, ["naive", "v2"], progress=lambda _: None)
+    assert "would take minutes" in findings.rungs[1].verdict
+
+
+def test_without_an_interpreter_the_kept_counts_are_shown_and_said(monkeypatch) -> None:
+    problem = AttentionProblem.dense(1, 1, 512, 64, "float16")
+    monkeypatch.setattr(excavation, "interpreter_fault", lambda: "no interpreter here")
+    inputs = random_qkv(problem)
+    findings = dig_on_cpu(Cell(problem), inputs, ["naive", "v2"], progress=lambda _: None)
+    v2 = findings.rungs[1]
+    assert v2.verdict == "not run: no interpreter here"
+    assert v2.counted.source == "golden file"
+    assert v2.counted.counts.load_bytes == v2.prediction.triton.load_bytes
+    assert any("golden file" in note for note in findings.notes)

@@ -15,7 +15,7 @@ from datetime import datetime, timezone
 import torch
 
 from flashdig.bench.gate import GateResult, Reference, float64_reference, naive_rounded, poison
-from flashdig.bench.timing import Ceilings, Timing, TimingFailure, time_rotated
+from flashdig.bench.timing import Ceilings, Timing, TimingFailure, paired_ratio, time_rotated
 from flashdig.costs.flops import half_rule_flops
 from flashdig.costs.prediction import Prediction
 from flashdig.costs.schedules import exhibit_tile
@@ -40,6 +40,8 @@ from flashdig.problem import AttentionProblem
 
 # tile visits of one (batch, head) pair that the interpreter walks in a few seconds
 INTERPRETER_LIMIT = 2000
+# tile visits of a whole problem that it walks in about a minute for each exhibit
+INTERPRETER_RUN_LIMIT = 40_000
 # scores up to which every rung is also compared with eager attention itself
 EAGER_LIMIT = 2**24
 FUSED_BACKWARD = ("sdpa_efficient", "sdpa_flash", "sdpa_cudnn")
@@ -150,10 +152,15 @@ class CellFindings:
         return self.moved_bytes(found) / found.timing.ms / 1e9 / self.ceilings.copy_tb_per_s
 
     def speedup(self, found: Found) -> float | None:
-        below = self.below(found.generation.name)
-        if below is None or below.timing is None or found.timing is None:
-            return None
-        return below.timing.ms / found.timing.ms
+        """Over the rung below: the median of the rounds' own ratios."""
+        return speedup_over(self.below(found.generation.name), found)
+
+
+def speedup_over(other: Found | None, found: Found) -> float | None:
+    """How many times faster than another rung of the same measurement; None without times."""
+    if other is None or other.timing is None or found.timing is None:
+        return None
+    return paired_ratio(other.timing, found.timing).median
 
 
 def dig_on_gpu(
@@ -206,13 +213,16 @@ def dig_on_cpu(
     causal = cell.problem.causal
     progress("computing the float64 reference")
     reference = float64_reference(inputs.q, inputs.k, inputs.v, causal=causal)
-    fault = interpreter_fault()
+    fault = interpreter_fault() or _too_long_for_the_interpreter(cell.problem)
     interpreted: dict[str, Interpreted] = {}
     wanted = [f.generation.name for f in rungs if f.generation.is_triton and not f.unsupported]
     if wanted and fault is None:
         progress("running the Triton exhibits in the interpreter")
         job = Job(tuple(wanted), inputs.q, inputs.k, inputs.v, causal)
-        (interpreted,) = run_in_interpreter([job])
+        try:
+            (interpreted,) = run_in_interpreter([job])
+        except InterpreterError as error:
+            fault = str(error)
     for found in rungs:
         name = found.generation.name
         if found.unsupported:
@@ -223,7 +233,7 @@ def dig_on_cpu(
             found.counted = Counted(run.counts, "interpreter")
             out, lse = run.out, run.lse
         elif found.generation.is_triton:
-            found.refusal = f"no usable interpreter: {fault}"
+            found.refusal = fault
             continue
         else:
             try:
@@ -361,6 +371,13 @@ def _count(findings: CellFindings, progress: Progress) -> None:
             found.counted = Counted(kept, "golden file")
         else:
             found.uncounted = "neither short enough for the interpreter nor in the golden file"
+
+
+def _too_long_for_the_interpreter(problem: AttentionProblem) -> str | None:
+    visits = problem.batch * problem.num_heads * _interpreter_visits(problem)
+    if visits <= INTERPRETER_RUN_LIMIT:
+        return None
+    return f"the interpreter would take minutes ({visits:,} tiles for each exhibit)"
 
 
 def _interpreter_visits(problem: AttentionProblem) -> int:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from flashdig.bench.rows import check_row
 from flashdig.evidence.offline import Compiled, OfflineError, Request, compile_exhibits
 from flashdig.generations.dig_rows import row_of
+from flashdig.generations.excavation import speedup_over
 from flashdig.generations.guesses import guess
 from flashdig.generations.ladder import PAIR
 from flashdig.generations.steps_paths import CUMULATIVE, LEAVE_ONE_OUT, NO_STEP, step_generations
@@ -44,8 +45,9 @@ def step_rows_of(findings: CellFindings, run_id: str, preset: str | None) -> lis
         row["features"] = {**row["features"], "path": path_of(name), **instructions.get(name, {})}
         _add_floor(row, findings, found)
         compared = _compared_with(name, by_name, [f.generation.name for f in findings.rungs])
-        if compared is not None and compared.timing is not None and found.timing is not None:
-            row["speedup"] = compared.timing.ms / found.timing.ms
+        speedup = speedup_over(compared, found)
+        if speedup is not None:
+            row["speedup"] = speedup
         share = _share_of_gain(found, compared, by_name, findings.problem)
         if share is not None:
             row["share_of_gain"] = share
