@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from flashdig.costs.schedules import exhibit_tile
 from flashdig.costs.traffic import compulsory
+from flashdig.costs.units import with_unit
 
 if TYPE_CHECKING:
     from flashdig.generations.excavation import CellFindings, Found
@@ -146,10 +147,7 @@ def _stored(found: Found) -> int:
 
 
 def _bytes(amount: int) -> str:
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if amount >= size:
-            return f"{amount / size:.3g} {unit}"
-    return f"{amount} bytes"
+    return with_unit(amount, "B")
 
 
 def _short(kernel_name: str) -> str:

@@ -10,6 +10,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from flashdig.costs.units import with_unit
+
 Row = Mapping[str, Any]
 
 
@@ -223,12 +225,7 @@ def _count(kernels: Sequence[Mapping[str, Any]], prefix: str) -> int:
 
 
 def _size(amount: float | None) -> str:
-    if amount is None:
-        return ""
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if amount >= size:
-            return f"{amount / size:.2f} {unit}"
-    return f"{amount:.0f} B"
+    return "" if amount is None else with_unit(amount, "B")
 
 
 COLUMNS = (

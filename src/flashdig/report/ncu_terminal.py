@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from flashdig.costs.units import with_unit
 from flashdig.readers.ncu_model import NcuKernel
 from flashdig.report.quantities import duration
 
@@ -114,12 +115,7 @@ def _stall(kernel: NcuKernel) -> str:
 
 
 def _bytes(amount: float | None) -> str:
-    if amount is None:
-        return UNKNOWN
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if amount >= size:
-            return f"{amount / size:.3g} {unit}"
-    return f"{amount:.0f} B"
+    return UNKNOWN if amount is None else with_unit(amount, "B")
 
 
 def _percent(value: float | None) -> str:
