@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 import flashdig
 from flashdig.bench.results import read_record
 from flashdig.cli import main
+from flashdig.generations import expedition
 
 SOURCE = str(Path(flashdig.__file__).parents[1])
 CPU_RUNGS = "naive,sdpa_math,v2,sdpa_flash,sdpa_cudnn"
@@ -174,6 +175,21 @@ def test_bad_files_are_one_clear_line(tensors, says, qkv_file, capsys) -> None:
     assert says in error
     assert "qkv.safetensors" in error
     assert len(error.strip().splitlines()) == 1
+
+
+def test_what_was_found_before_an_error_is_kept(tmp_path, monkeypatch) -> None:
+    record = tmp_path / "dig.json"
+    whole = expedition.expedition
+
+    def breaks_off(*arguments, **options):
+        yield next(whole(*arguments, **options))
+        raise RuntimeError("the machine went away")
+
+    monkeypatch.setattr(expedition, "expedition", breaks_off)
+    sizes = ["--seqlen", "32", "--rungs", "naive"]
+    with pytest.raises(RuntimeError, match="went away"):
+        main(["dig", *sizes, "--output", str(record)])
+    assert [row["name"] for row in read_record(record).rows] == ["naive"]
 
 
 def test_an_existing_file_that_is_no_record_is_refused(tmp_path, capsys) -> None:

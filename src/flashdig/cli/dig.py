@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shlex
 import sys
@@ -16,6 +17,7 @@ from flashdig.cli.errors import CommandError, UnreadableInputError, UsageError
 from flashdig.cli.sizes import parse_size
 
 if TYPE_CHECKING:
+    from flashdig.bench.results import Run
     from flashdig.generations.expedition import Request
 
 GPU_DEFAULTS = {"batch": 4, "heads": 16, "seqlen": 4096, "head_dim": 128, "dtype": "bfloat16"}
@@ -107,8 +109,7 @@ def _dig(
     from rich.console import Console
 
     from flashdig.bench.environment import collect, revision
-    from flashdig.bench.results import append_run, new_run
-    from flashdig.bench.rows import RecordError
+    from flashdig.bench.results import new_run
     from flashdig.generations.expedition import expedition
     from flashdig.report.dig_table import legend, print_ladder
 
@@ -119,27 +120,21 @@ def _dig(
     run = new_run(command_line, collect(), revision())
     rows: list[dict[str, Any]] = []
     notes: list[str] = []
-    with _progress(len(request.sites), quiet=as_json) as (say, one_done):
-        for cell_rows, cell_notes in expedition(
-            request, names, run.run_id, rounds=rounds, steps=steps, progress=say
-        ):
-            one_done()
-            rows += cell_rows
-            notes += [note for note in cell_notes if note not in notes]
-            if not as_json:
-                print_ladder(cell_rows, console)
-    if output is not None:
-        try:
-            append_run(output, "dig", run, rows)
-        except RecordError as error:
-            raise UnreadableInputError(f"--output: {error}") from error
+    try:
+        with _progress(len(request.sites), quiet=as_json) as (say, one_done):
+            for cell_rows, cell_notes in expedition(
+                request, names, run.run_id, rounds=rounds, steps=steps, progress=say
+            ):
+                one_done()
+                rows += cell_rows
+                notes += [note for note in cell_notes if note not in notes]
+                if not as_json:
+                    print_ladder(cell_rows, console)
+    finally:  # what was measured before an error or an interruption is kept
+        if output is not None and rows:
+            _keep(output, run, rows)
     if as_json:
-        fields: dict[str, Any] = {
-            "run_id": run.run_id,
-            "environment": run.environment,
-            "command": run.command,
-        }
-        fields |= {"revision": run.revision, "started": run.started}
+        fields = dataclasses.asdict(run)
         print(json.dumps({"run": fields, "rows": rows, "notes": notes}, indent=1))
     else:
         for note in [*notes, legend(rows)]:
@@ -150,6 +145,16 @@ def _dig(
     if failed:
         names_of = ", ".join(dict.fromkeys(row["name"] for row in failed))
         raise CommandError(f"wrong results: {names_of}")
+
+
+def _keep(output: Path, run: Run, rows: list[dict[str, Any]]) -> None:
+    from flashdig.bench.results import append_run
+    from flashdig.bench.rows import RecordError
+
+    try:
+        append_run(output, "dig", run, rows)
+    except RecordError as error:
+        raise UnreadableInputError(f"--output: {error}") from error
 
 
 def _request(
