@@ -21,6 +21,7 @@ COMMANDS = {
     "trace": "flashdig.cli.trace",
     "dig": "flashdig.cli.dig",
     "predict": "flashdig.cli.predict",
+    "sass": "flashdig.cli.sass",
 }
 
 

@@ -62,6 +62,7 @@ class Compiled:
         grid: programs that were to be launched.
         opcodes: instruction with its modifiers ("HMMA.16816.F32") -> times in the code.
         order: instructions without modifiers, as they stand in the code.
+        listing: nvdisasm's text of the code, for `sass.parse_sass`.
     """
 
     name: str
@@ -74,6 +75,7 @@ class Compiled:
     grid: tuple[int, ...]
     opcodes: Mapping[str, int]
     order: tuple[str, ...]
+    listing: str = ""
 
     @property
     def spill_bytes(self) -> int:
@@ -165,6 +167,7 @@ def read_cubin(cubin: bytes) -> dict[str, Any]:
         "spill_load_bytes": sum(_width(rest) for name, rest in instructions if name == "LDL"),
         "opcodes": dict(collections.Counter(name + rest for name, rest in instructions)),
         "order": [name for name, _ in instructions],
+        "listing": listing,
     }
 
 
