@@ -32,8 +32,14 @@ def test_what_compiles_is_shown_beside_what_does_not(capsys) -> None:
 
 
 def test_what_the_compiler_refuses_is_a_row(capsys) -> None:
-    arguments = ("v2", "--arch", "sm_75", "--head-dim", "256", "--dtype", "fp32", "--json")
-    code, out = run(capsys, *arguments)
-    assert code == 1  # nothing was shown
-    (failure,) = json.loads(out)["failures"]
-    assert "out of resource: shared memory" in failure["error"]
+    options = ("--arch", "sm_75", "--head-dim", "256", "--dtype", "fp32", "--json")
+    for exhibits, exit_code, shown in (
+        (["v2"], 1, []),
+        (["v2", "online_softmax"], 0, ["online_softmax"]),
+    ):
+        code, out = run(capsys, *exhibits, *options)
+        assert code == exit_code
+        found = json.loads(out)
+        assert [card["subject"] for card in found["cards"]] == shown
+        (failure,) = found["failures"]
+        assert "out of resource: shared memory" in failure["error"]

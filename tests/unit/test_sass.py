@@ -4,6 +4,7 @@ The listings are those of fp16, head_dim 64, full attention by Triton 3.6.0 (`nv
 runs of spaces made one).
 """
 
+import dataclasses
 import gzip
 import io
 from pathlib import Path
@@ -21,6 +22,7 @@ from flashdig.report.sass_terminal import show_against, show_cards
 
 FOLDER = Path(__file__).parents[1] / "data" / "sass"
 REGISTERS = {"v1_sm_90": 146, "v2_sm_80": 155, "v2_sm_90": 120, "v2_sm_100": 103}
+FMA_LOOP = {"whole": {"FFMA": 4104}, "loop": {"FFMA": 4104, "MUFU.EX2": 40}}
 SHARED = {"v1_sm_90": 57856, "v2_sm_80": 40960, "v2_sm_90": 57344, "v2_sm_100": 57376}
 
 
@@ -164,6 +166,9 @@ def test_what_cannot_be_counted_is_unknown() -> None:
     assert cycles["shared memory"] is None
     known = loop_cycles(architecture("sm_100"), blackwell, 128, TileShape(64, 64, 64))
     assert known["tensor cores"] == 128
+    sparse = parse_sass(code("HGMMA.SP.64x64x32.F32 R24, gdesc[UR8], R24", "EXIT"))
+    cycles = loop_cycles(architecture("sm_90"), sparse, 128, None)
+    assert (cycles["tensor cores"], cycles["shared memory"]) == (None, None)
     # nobody measured mma.sync there
     ampere = inner_loop(parse_sass(listing("v2_sm_80"))).instructions
     assert loop_cycles(architecture("sm_100"), ampere, 128, None)["tensor cores"] is None
@@ -179,6 +184,21 @@ def test_sentences() -> None:
     assert said[3] == "busiest pipe of the loop: issue, 370 cycles"
 
 
+def test_what_multiplies_in_words() -> None:
+    hopper = card("v2_sm_90")
+    for changes, sentence in (
+        ({"whole": {"HMMA": 64}}, "tensor cores by HMMA, though sm_90 has wgmma"),
+        ({"whole": {"HMMA": 64}, "arch": "sm_80"}, "tensor cores by HMMA"),
+        (FMA_LOOP, "no tensor cores: the products are FFMA"),
+        ({**FMA_LOOP, "arch": "sm_75"}, "no tensor cores on sm_75: Triton emits FFMA only"),
+        ({"whole": {}, "loop": {"FFMA": 9, "MUFU.EX2": 9}}, "no matrix products in a loop"),
+        ({"whole": {}, "loop": {}}, "no matrix products in a loop"),
+    ):
+        assert dataclasses.replace(hopper, **changes).sentences[0] == sentence
+    spilling = dataclasses.replace(hopper, spill_bytes=1764)
+    assert spilling.sentences[1].startswith("1764 bytes spilled")
+
+
 def test_terminal() -> None:
     stream = io.StringIO()
     console = Console(file=stream, width=160)
@@ -189,7 +209,7 @@ def test_terminal() -> None:
     assert ["HGMMA in the loop", "0", "8"] in rows
     assert ["loop cycles: tensor cores", "512", "256"] in rows
     assert ["v2", "sm_75", "out of [memory]"] in rows
-    assert "sm_90: tensor cores by HGMMA. 4 blocks" in shown
+    assert "sm_90: Tensor cores by HGMMA. 4 blocks" in shown
 
 
 def test_terminal_side_by_side() -> None:

@@ -32,6 +32,8 @@ _WIDTHS = {"128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}
 _MATRICES = re.compile(r"\.MT?88(?:\.(\d))?")
 _FMA = ("FFMA", "FADD", "FMUL")
 _MATRIX_OPCODES = {name for family in MATRIX_FAMILIES for name in FAMILIES[family]}
+# more than a softmax has and fewer than the products of the smallest head_dim have
+_FFMA_OF_A_SCORE = 8
 # what wgmma multiplies in one instruction is 32 bytes deep, in every type
 _WGMMA_DEPTH_BYTES = 32
 
@@ -112,11 +114,15 @@ class SassCard:
 
     def _products(self) -> str:
         used = [family for family in MATRIX_FAMILIES if family in self.whole]
+        newest = architecture(self.arch).matmul_instruction
+        if used == ["HMMA"] and newest != "mma.sync":
+            return f"tensor cores by HMMA, though {self.arch} has {newest}"
         if used:
             return f"tensor cores by {', '.join(used)}"
-        if not self.loop_instructions:
-            return "no loop with matrix products"
-        if self.arch == "sm_75":
+        multiplications, exponentials = self.loop.get("FFMA", 0), self.loop.get("MUFU.EX2", 0)
+        if multiplications <= _FFMA_OF_A_SCORE * exponentials:
+            return "no matrix products in a loop"
+        if self.arch == "sm_75" and not self.subject.endswith(".cubin"):
             return "no tensor cores on sm_75: Triton emits FFMA only"
         return "no tensor cores: the products are FFMA"
 
@@ -286,6 +292,8 @@ def _shared_cycles(
             matrices = _MATRICES.search(instruction.opcode)
             total += 128 * int(matrices[1] or 1) * warps if matrices else 0
         elif base == "HGMMA":
+            if _product_size(base, modifiers) is None:
+                return None  # of a sparse A
             m, n, _ = (int(part) for part in modifiers[0].split("x"))
             # "R24, gdesc[UR8], R24": A comes from shared memory too; "R24, R4, gdesc[UR8]": not
             from_shared = instruction.operands.split(",")[1].strip().startswith("gdesc")

@@ -53,7 +53,8 @@ def _kernels(cards: Sequence[SassCard]) -> str:
 
 def _show_sentences(cards: Sequence[SassCard], names: Sequence[str], console: Console) -> None:
     for card, name in zip(cards, names, strict=True):
-        console.print(Text(f"{name}: {'. '.join(card.sentences)}."))
+        said = ". ".join(sentence[:1].upper() + sentence[1:] for sentence in card.sentences)
+        console.print(Text(f"{name}: {said}."))
 
 
 def _show_failures(failures: Sequence[tuple[str, str, str]], console: Console) -> None:
