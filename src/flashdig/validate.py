@@ -36,11 +36,6 @@ class DenseCall:
     out_dtype: torch.dtype
     return_lse: bool
 
-    @property
-    def needs_grad(self) -> bool:
-        inputs = (self.q, self.k, self.v, self.bias, self.sinks)
-        return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-
 
 def dense_call(
     q: torch.Tensor,

@@ -96,6 +96,10 @@ def test_a_preset_is_cut_for_the_cpu() -> None:
     assert any("Cut for the CPU" in note for note in printed["notes"])
     assert {row["preset"] for row in printed["rows"]} == {"archaeology"}
     assert {row["dtype"] for row in printed["rows"]} == {"float32", "float16"}
+    # nothing is labelled TF32 that was not, and no article measured the cut problem
+    assert any("float32 products are IEEE" in note for note in printed["notes"])
+    assert all(row["features"] == {} for row in printed["rows"])
+    assert not any("the article measured" in row.get("notes", "") for row in printed["rows"])
 
 
 def test_steps_follow_the_ladder() -> None:

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-SOURCE_FOLDER = Path(__file__).parents[2]
+from flashdig.evidence.worker import last_line, run_worker
 
 
 @dataclass(frozen=True)
@@ -106,30 +104,20 @@ def run_in_interpreter(
 
 
 def _run_worker(folder: str, timeout_s: float) -> None:
-    environment = {
-        **os.environ,
-        "TRITON_INTERPRET": "1",
-        "TRITON_DEFAULT_FP_FUSION": "1",
-        "PYTHONPATH": os.pathsep.join([str(SOURCE_FOLDER), *_python_path()]),
-    }
+    environment = {"TRITON_INTERPRET": "1", "TRITON_DEFAULT_FP_FUSION": "1"}
     try:
-        done = subprocess.run(
-            [sys.executable, "-m", "flashdig.evidence.interpreter_worker", folder],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            check=False,
+        code = run_worker(
+            "flashdig.evidence.interpreter_worker",
+            folder,
+            timeout_s=timeout_s,
+            environment=environment,
         )
     except subprocess.TimeoutExpired as error:
         raise InterpreterError(f"the interpreter took more than {timeout_s:g} s") from error
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        raise InterpreterError(f"the interpreter failed: {last}")
-
-
-def _python_path() -> list[str]:
-    return [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
+    if code:
+        raise InterpreterError(
+            f"the interpreter failed: {last_line(folder) or f'exit code {code}'}"
+        )
 
 
 def _release(package: str) -> tuple[int, ...]:

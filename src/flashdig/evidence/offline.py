@@ -12,20 +12,17 @@ from __future__ import annotations
 import collections
 import dataclasses
 import json
-import os
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flashdig.evidence.worker import last_line, run_worker
 from flashdig.hardware.arch import architecture
 from flashdig.problem import AttentionProblem, Mask
-
-SOURCE_FOLDER = Path(__file__).parents[2]
 
 # the start of an instruction in nvdisasm's listing, behind its address and predicate
 _INSTRUCTION = re.compile(
@@ -117,25 +114,17 @@ def compile_exhibits(
     with tempfile.TemporaryDirectory(prefix="flashdig-offline-") as folder:
         written = [dataclasses.asdict(request) for request in requests]
         Path(folder, "requests.json").write_text(json.dumps(written))
-        environment = dict(os.environ)
-        environment.pop("TRITON_INTERPRET", None)
-        parts = [str(SOURCE_FOLDER), environment.get("PYTHONPATH", "")]
-        environment["PYTHONPATH"] = os.pathsep.join(part for part in parts if part)
-        log = Path(folder, "log.txt")
         try:
-            with log.open("w") as stream:
-                done = subprocess.run(
-                    [sys.executable, "-m", "flashdig.evidence.offline_worker", folder],
-                    env=environment,
-                    stdout=stream,
-                    stderr=stream,
-                    timeout=timeout_s,
-                    check=False,
-                )
+            code = run_worker(
+                "flashdig.evidence.offline_worker",
+                folder,
+                timeout_s=timeout_s,
+                environment={"TRITON_INTERPRET": None},
+            )
         except subprocess.TimeoutExpired as error:
             raise OfflineError(f"compiling took more than {timeout_s:g} s") from error
-        if done.returncode:
-            raise OfflineError(_failure(requests, Path(folder), done.returncode))
+        if code:
+            raise OfflineError(_failure(requests, folder, code))
         found = json.loads(Path(folder, "compiled.json").read_text())
     return [[_compiled(kernel) for kernel in kernels] for kernels in found]
 
@@ -195,14 +184,12 @@ def _compiled(kernel: dict[str, Any]) -> Compiled:
     return Compiled(**{**kernel, "grid": tuple(kernel["grid"]), "order": tuple(kernel["order"])})
 
 
-def _failure(requests: Sequence[Request], folder: Path, code: int) -> str:
+def _failure(requests: Sequence[Request], folder: str, code: int) -> str:
     """Which request it was, and the last line that was printed about it."""
-    progress = folder / "progress.txt"
+    progress = Path(folder, "progress.txt")
     number = int(progress.read_text()) if progress.exists() else None
     where = "starting the compiler"
     if number is not None:
         request = requests[number]
         where = f"{request.exhibit}, {request.problem.describe()}, for {request.arch}"
-    lines = (folder / "log.txt").read_text(errors="replace").strip().splitlines()
-    why = lines[-1] if lines else "nothing was printed"
-    return f"{where}: {why} (exit code {code})"
+    return f"{where}: {last_line(folder) or 'nothing was printed'} (exit code {code})"

@@ -122,7 +122,7 @@ class CellFindings:
         return half_rule_flops(self.problem)
 
     def below(self, name: str) -> Found | None:
-        """The nearest rung under `name` that was timed (on the CPU: that ran)."""
+        """The nearest rung under `name` that was timed; None without a GPU."""
         names = [rung.generation.name for rung in self.rungs]
         for rung in reversed(self.rungs[: names.index(name)]):
             if rung.timing is not None:

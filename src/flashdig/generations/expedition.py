@@ -171,7 +171,9 @@ def expedition(
         preset = site.preset.name if site.preset is not None else None
         cell = site.cell
         if machine.ceilings is None and not site.fixed:
-            cell = replace(cell, problem=cut_for_cpu(cell.problem))
+            cell = Cell(cut_for_cpu(cell.problem), steps=cell.steps)
+        elif machine.ceilings is None:
+            cell = replace(cell, tf32=False)
         inputs = site.make(cell.problem, machine.device_type)
         both = site.preset is not None and site.preset.forward_backward
         findings = machine.dig(cell, inputs, names, forward_backward=both, progress=progress)
@@ -195,6 +197,8 @@ def _add_notes(findings: CellFindings, site: Site, inputs: QKV) -> None:
             f"Cut for the CPU: {findings.problem.describe()} in place of "
             f"{site.cell.problem.describe()}."
         )
+    if site.cell.tf32 and not findings.cell.tf32:
+        findings.notes.append("TF32 is a GPU's: without one, float32 products are IEEE.")
     if findings.ceilings is not None and findings.device is None:
         findings.notes.append(
             f"{findings.device_name} is not in the device table: no time was predicted."

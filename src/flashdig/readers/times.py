@@ -47,11 +47,6 @@ def _from_decimal(text: str) -> int | None:
     return rounded if -_LIMIT_NS < rounded < _LIMIT_NS else None
 
 
-def overlap_ns(start_ns: int, end_ns: int, other_start_ns: int, other_end_ns: int) -> int:
-    """Length of the intersection of two half-open intervals."""
-    return max(0, min(end_ns, other_end_ns) - max(start_ns, other_start_ns))
-
-
 def union_of_intervals(intervals: list[tuple[int, int]]) -> list[tuple[int, int]]:
     """The same set of time as disjoint (start, end) pairs in order; empty intervals vanish."""
     merged: list[tuple[int, int]] = []
