@@ -1,0 +1,11 @@
+"""Figures of the dig's page: one module a figure, each a pure function from rows to a picture.
+
+A page needs `Picture`, `Missing`, and `FIGURES_CSS` (`flashdig.report.figures.style`) once in its
+style sheet. Nothing here imports torch or Triton; matplotlib is imported when a figure is drawn.
+"""
+
+from __future__ import annotations
+
+from flashdig.report.figures.picture import Missing, Picture
+
+__all__ = ["Missing", "Picture"]
