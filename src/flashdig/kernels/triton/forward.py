@@ -1,0 +1,468 @@
+"""Forward attention in portable Triton: one program per tile of queries (Dao 2023, algorithm 1).
+
+Every feature is a constexpr, so that a kernel pays only for what its problem has. The key loop is
+split: tiles that every row sees whole run without masks, those at the edges with them. What no
+query of a sequence sees is never loaded, so NaN stored there never shows.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from flashdig.kernels.choose import TileConfig, choose_tile
+from flashdig.kernels.primitives import round_to_tf32
+from flashdig.kernels.triton.arguments import (
+    UNSPECIALIZED,
+    Call,
+    architecture_of,
+    check_grid,
+    is_wide,
+    kernel_name,
+    prepared,
+    strides,
+    unit_of,
+)
+from flashdig.kernels.triton.score_terms import (
+    LN_2,
+    LOG2_E,
+    capped,
+    keep_tile,
+    load_bias,
+    plus_alibi,
+    position_visible,
+)
+from flashdig.kernels.triton.sequences import (
+    find_sequence,
+    first_slot,
+    key_phases,
+    seen_keys,
+    sequence_span,
+)
+
+
+@triton.jit
+def _attend_tiles(
+    out,
+    row_max,
+    row_sum,
+    q,
+    k_ptr,
+    v_ptr,
+    bias_ptr,
+    stride_kn,
+    stride_vn,
+    stride_bias_m,
+    stride_bias_n,
+    slope_log2,
+    seed,
+    dropout_threshold,
+    sequence,
+    head,
+    start_m,
+    begin,
+    end,
+    key_begin,
+    key_end,
+    seqlen_q,
+    offset,
+    left,
+    right,
+    score_factor,
+    softcap_log2,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr,
+    BIAS: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    MASKED: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    offs_d = tl.arange(0, BLOCK_D)
+    offs_dv = tl.arange(0, BLOCK_DV)
+    i = start_m + tl.arange(0, BLOCK_M)[:, None]
+    for start_n in tl.range(begin, end, BLOCK_N, num_stages=NUM_STAGES):
+        offs_n = start_n + tl.arange(0, BLOCK_N)
+        j = offs_n[None, :]
+        k_ptrs = k_ptr + offs_n[:, None] * stride_kn + offs_d[None, :]
+        v_ptrs = v_ptr + offs_n[:, None] * stride_vn + offs_dv[None, :]
+        k_inside = (offs_d < HEAD_DIM)[None, :]
+        v_inside = (offs_dv < HEAD_DIM_V)[None, :]
+        if MASKED:
+            stored = ((offs_n >= key_begin) & (offs_n < key_end))[:, None]
+            k = tl.load(k_ptrs, mask=stored & k_inside, other=0.0)
+        elif HEAD_DIM != BLOCK_D:
+            k = tl.load(k_ptrs, mask=k_inside, other=0.0)
+        else:
+            k = tl.load(k_ptrs)
+        if INPUT_PRECISION == "tf32":
+            k = round_to_tf32(k)
+
+        # [BLOCK_M, BLOCK_D] @ [BLOCK_D, BLOCK_N] -> [BLOCK_M, BLOCK_N]
+        products = tl.dot(q, tl.trans(k), input_precision=INPUT_PRECISION)
+        scores, _ = capped(products, score_factor, softcap_log2, SOFTCAP)
+        if ALIBI:
+            scores = plus_alibi(scores, slope_log2, i, j, offset)
+        if MASKED or BIAS != "none":
+            visible = (j < key_end) & (i >= 0)
+            if MASKED:
+                visible = visible & position_visible(i, j, offset, left, right, LEFT, RIGHT)
+            if BIAS != "none":
+                inside = (i < seqlen_q) & (j < key_end)
+                bias = load_bias(bias_ptr, i, j, stride_bias_m, stride_bias_n, inside)
+                if BIAS == "bool":
+                    visible = visible & (bias != 0)
+                else:
+                    bias = bias.to(tl.float32) * LOG2_E
+                    visible = visible & (bias != float("-inf"))
+                    scores += bias
+            scores = tl.where(visible, scores, float("-inf"))
+
+        new_max = tl.maximum(row_max, tl.max(scores, 1))
+        shift = new_max
+        if MASKED or BIAS != "none":
+            shift = tl.where(new_max == float("-inf"), 0.0, new_max)  # rows without keys so far
+        probs = tl.exp2(scores - shift[:, None])
+        rescale = tl.exp2(row_max - shift)
+        row_sum = row_sum * rescale + tl.sum(probs, 1)
+        row_max = new_max
+        out = out * rescale[:, None]
+        if DROPOUT:
+            keep = keep_tile(
+                seed, dropout_threshold, sequence, head, start_m, start_n, BLOCK_M, BLOCK_N
+            )
+            probs = tl.where(keep, probs, 0.0)
+
+        if MASKED:
+            v = tl.load(v_ptrs, mask=stored & v_inside, other=0.0)
+        elif HEAD_DIM_V != BLOCK_DV:
+            v = tl.load(v_ptrs, mask=v_inside, other=0.0)
+        else:
+            v = tl.load(v_ptrs)
+        if BIAS != "none":  # a key that the bias hides from every row may hold anything
+            seen = tl.max(visible.to(tl.int32), 0) > 0
+            v = tl.where(seen[:, None], v, 0.0).to(v.dtype)
+        if INPUT_PRECISION == "tf32":
+            probs, v = round_to_tf32(probs), round_to_tf32(v)
+        # [BLOCK_M, BLOCK_N] @ [BLOCK_N, BLOCK_DV] -> [BLOCK_M, BLOCK_DV]
+        out = tl.dot(probs.to(v.dtype), v, out, input_precision=INPUT_PRECISION)
+    return out, row_max, row_sum
+
+
+@triton.jit(repr=kernel_name("flashdig_forward"), do_not_specialize=UNSPECIALIZED)
+def flashdig_forward(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    lse_ptr,
+    bias_ptr,
+    slopes_ptr,
+    sinks_ptr,
+    seed_ptr,
+    cu_seqlens_q_ptr,
+    cu_seqlens_k_ptr,
+    seqused_q_ptr,
+    seqused_k_ptr,
+    stride_qb,
+    stride_qm,
+    stride_qh,
+    stride_kb,
+    stride_kn,
+    stride_kh,
+    stride_vb,
+    stride_vn,
+    stride_vh,
+    stride_ob,
+    stride_om,
+    stride_oh,
+    stride_bias_b,
+    stride_bias_h,
+    stride_bias_m,
+    stride_bias_n,
+    stride_slopes_b,
+    batch,
+    num_heads,
+    group_size,
+    seqlen_q,
+    seqlen_k,
+    left,
+    right,
+    score_factor,
+    softcap_log2,
+    dropout_threshold,
+    dropout_scale,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    UNIT: tl.constexpr,
+    WIDE: tl.constexpr,
+    PACKED: tl.constexpr,
+    TOP_LEFT: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr,
+    BIAS: tl.constexpr,
+    SINKS: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    program = tl.program_id(0)
+    if PACKED:
+        # seqlen_q and seqlen_k are the totals
+        slots = seqlen_q // BLOCK_M + batch
+        head = program // slots
+        slot = program % slots
+        total_q = seqlen_q
+        sequence = find_sequence(cu_seqlens_q_ptr, slot, batch, total_q, BLOCK_M)
+        start_m = (slot - first_slot(cu_seqlens_q_ptr, sequence, total_q, BLOCK_M)) * BLOCK_M
+        first_q, seqlen_q = sequence_span(cu_seqlens_q_ptr, seqused_q_ptr, sequence, total_q)
+        first_k, seqlen_k = sequence_span(cu_seqlens_k_ptr, seqused_k_ptr, sequence, seqlen_k)
+        lse_ptr += head.to(tl.int64) * total_q + first_q
+        if start_m >= seqlen_q:
+            return
+    else:
+        slots = tl.cdiv(seqlen_q, BLOCK_M)
+        sequence = program // (slots * num_heads)
+        head = program // slots % num_heads
+        start_m = (program % slots) * BLOCK_M
+        if RIGHT:  # the longest rows first
+            start_m = (slots - 1) * BLOCK_M - start_m
+        first_q = program * 0
+        first_k = program * 0
+        lse_ptr += (program // slots).to(tl.int64) * seqlen_q
+    head_kv = (head // group_size).to(tl.int64)
+    batch_row = sequence.to(tl.int64)
+    if PACKED:
+        batch_row = batch_row * 0
+    if WIDE:
+        stride_qm = stride_qm.to(tl.int64)
+        stride_kn = stride_kn.to(tl.int64)
+        stride_vn = stride_vn.to(tl.int64)
+        stride_om = stride_om.to(tl.int64)
+    first_q = (first_q + start_m).to(tl.int64)
+    first_k = first_k.to(tl.int64)
+    q_ptr += (batch_row * stride_qb + head * stride_qh.to(tl.int64) + first_q * stride_qm) * UNIT
+    k_ptr += (batch_row * stride_kb + head_kv * stride_kh + first_k * stride_kn) * UNIT
+    v_ptr += (batch_row * stride_vb + head_kv * stride_vh + first_k * stride_vn) * UNIT
+    out_ptr += (batch_row * stride_ob + head * stride_oh.to(tl.int64) + first_q * stride_om) * UNIT
+    if BIAS != "none":
+        bias_ptr += batch_row * stride_bias_b + head.to(tl.int64) * stride_bias_h
+
+    offset = seqlen_k - seqlen_q
+    if TOP_LEFT:
+        offset = offset * 0
+    slope_log2 = 0.0
+    if ALIBI:
+        slope_log2 = tl.load(slopes_ptr + sequence * stride_slopes_b + head) * LOG2_E
+    seed = 0
+    if DROPOUT:
+        seed = tl.load(seed_ptr)
+
+    rows = tl.arange(0, BLOCK_M)
+    offs_m = start_m + rows
+    offs_d = tl.arange(0, BLOCK_D)
+    offs_dv = tl.arange(0, BLOCK_DV)
+    row_inside = offs_m < seqlen_q
+    q = tl.load(
+        q_ptr + rows[:, None] * (stride_qm * UNIT) + offs_d[None, :],
+        mask=row_inside[:, None] & (offs_d < HEAD_DIM)[None, :],
+        other=0.0,
+    )
+    if INPUT_PRECISION == "tf32":
+        q = round_to_tf32(q)
+    out = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    if SINKS:  # a first key whose value is zero
+        sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2_E
+        row_max = tl.zeros([BLOCK_M], tl.float32) + sink
+        row_sum = tl.where(row_max == float("-inf"), 0.0, 1.0)
+
+    end_m = tl.minimum(start_m + BLOCK_M, seqlen_q)
+    begin, full_begin, full_end, end = key_phases(
+        start_m, end_m, seqlen_k, offset, left, right, BLOCK_N, LEFT, RIGHT
+    )
+    key_begin, key_end = seen_keys(seqlen_q, seqlen_k, offset, left, right, LEFT, RIGHT)
+    for phase in tl.static_range(3):
+        if phase != 0 or LEFT:
+            phase_begin = begin if phase == 0 else (full_begin if phase == 1 else full_end)
+            phase_end = full_begin if phase == 0 else (full_end if phase == 1 else end)
+            out, row_max, row_sum = _attend_tiles(
+                out,
+                row_max,
+                row_sum,
+                q,
+                k_ptr,
+                v_ptr,
+                bias_ptr,
+                stride_kn * UNIT,
+                stride_vn * UNIT,
+                stride_bias_m,
+                stride_bias_n,
+                slope_log2,
+                seed,
+                dropout_threshold,
+                sequence,
+                head,
+                start_m,
+                phase_begin,
+                phase_end,
+                key_begin,
+                key_end,
+                seqlen_q,
+                offset,
+                left,
+                right,
+                score_factor,
+                softcap_log2,
+                HEAD_DIM,
+                HEAD_DIM_V,
+                BLOCK_D,
+                BLOCK_DV,
+                BLOCK_M,
+                BLOCK_N,
+                LEFT,
+                RIGHT,
+                SOFTCAP,
+                ALIBI,
+                BIAS,
+                DROPOUT,
+                phase != 1,
+                INPUT_PRECISION,
+                NUM_STAGES,
+            )
+
+    divisor = tl.where(row_sum == 0.0, 1.0, row_sum)
+    factor = 1.0 / divisor
+    if DROPOUT:
+        factor *= dropout_scale
+    tl.store(
+        out_ptr + rows[:, None] * (stride_om * UNIT) + offs_dv[None, :],
+        (out * factor[:, None]).to(out_ptr.dtype.element_ty),
+        mask=row_inside[:, None] & (offs_dv < HEAD_DIM_V)[None, :],
+    )
+    lse = (row_max + tl.log2(divisor)) * LN_2
+    tl.store(lse_ptr + offs_m, lse, mask=row_inside)
+
+
+def attention_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bias: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    dropout_seed: torch.Tensor | None,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor | None,
+    seqused_q: torch.Tensor | None,
+    seqused_k: torch.Tensor | None,
+    *,
+    softmax_scale: float,
+    softcap: float,
+    dropout_p: float,
+    window_left: int,
+    window_right: int,
+    top_left: bool,
+    allow_tf32: bool,
+    out_dtype: torch.dtype | None = None,
+    config: TileConfig | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One launch of `flashdig_forward`; the arguments were checked by `flashdig.validate`.
+
+    Args:
+        q, k, v: dense (batch, seqlen, heads, head_dim), or packed (total, heads, head_dim) with
+            `cu_seqlens_q` and `cu_seqlens_k` (batch + 1,), int32, and `seqused_*` (batch,) or None.
+        dropout_seed: (1,) int64 on the device; read only with dropout_p > 0.
+        window_left, window_right: keys seen on each side of the diagonal; -1 is unlimited.
+        config: a tile other than the table's.
+
+    Returns: out (as q with head_dim_v) and lse (batch, num_heads, seqlen_q) or (num_heads, total_q)
+        in float32.
+    """
+    call = prepared(
+        q,
+        k,
+        v,
+        bias,
+        alibi_slopes,
+        sinks,
+        dropout_seed,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        seqused_q,
+        seqused_k,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        dropout_p=dropout_p,
+        window_left=window_left,
+        window_right=window_right,
+        top_left=top_left,
+        allow_tf32=allow_tf32,
+    )
+    shape = (*q.shape[:-1], v.shape[-1])
+    if call.empty:
+        return _without_keys(call, shape, out_dtype or q.dtype)
+    if call.packed:  # slack rows belong to no program
+        out = torch.zeros(shape, dtype=out_dtype or q.dtype, device=q.device)
+        lse = torch.full(call.lse_shape, float("-inf"), device=q.device)
+    else:
+        out = torch.empty(shape, dtype=out_dtype or q.dtype, device=q.device)
+        lse = torch.empty(call.lse_shape, dtype=torch.float32, device=q.device)
+    if config is None:
+        config = choose_tile(
+            "forward",
+            architecture_of(q.device),
+            call.dtype_name(),
+            call.head_dim,
+            call.head_dim_v,
+            call.bias is not None or call.dropout_p > 0.0,
+        )
+    tensors = {"q": call.q, "k": call.k, "v": call.v, "o": out}
+    unit = unit_of(*tensors.values())
+    programs = call.row_slots(config.block_m) * call.num_heads * call.sequences_in_grid()
+    flashdig_forward[(check_grid(programs),)](
+        q_ptr=call.q,
+        k_ptr=call.k,
+        v_ptr=call.v,
+        out_ptr=out,
+        lse_ptr=lse,
+        **call.pointers(),
+        **strides(unit, **tensors),
+        **call.bias_strides(),
+        **call.sizes(),
+        **call.score_numbers(),
+        **call.score_constants(),
+        SINKS=call.sinks is not None,
+        UNIT=unit,
+        WIDE=is_wide(max(config.block_m, config.block_n), *tensors.values()),
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        NUM_STAGES=config.num_stages,
+        num_warps=config.num_warps,
+    )
+    return out, lse
+
+
+def _without_keys(
+    call: Call, shape: tuple[int, ...], dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows that see nothing: out 0; lse -inf, or the sink's logit."""
+    out = torch.zeros(shape, dtype=dtype, device=call.q.device)
+    lse = torch.full(call.lse_shape, float("-inf"), device=call.q.device)
+    if call.sinks is not None and not call.packed:
+        lse = lse.copy_(call.sinks.float()[:, None])
+    return out, lse
