@@ -50,7 +50,7 @@ def print_ladder(rows: Sequence[Row], console: Console) -> None:
         console.print()
 
 
-_PATHS = {
+PATHS = {
     "cumulative": "v1 to v2, one step more at a time",
     "leave-one-out": "v2 without one step",
     "pair": "warps split the queries or the keys",
@@ -60,7 +60,7 @@ _PATHS = {
 def _table_title(row: Row) -> str:
     title = problem_title(row)
     path = row["features"].get("path")
-    return title if path is None else f"{title}: {_PATHS[path]}"
+    return title if path is None else f"{title}: {PATHS[path]}"
 
 
 @dataclass(frozen=True)
@@ -198,26 +198,39 @@ def _issued(row: Row, name: str) -> str:
 
 def _kernels(row: Row) -> str:
     """Kernels, and the copies of the copy engine beside them; its fills are left out."""
-    if "kernels" not in row:
+    kernels = launched(row)
+    if kernels is None:
         return ""
     copies = _count(row["kernels"], "Memcpy")
-    kernels = _count(row["kernels"], "") - copies - _count(row["kernels"], "Memset")
     return f"{kernels} + {copies} copy" if copies else str(kernels)
 
 
-def _occupancy(row: Row) -> str:
-    """Of the kernel that takes most of the time, and what was guessed for it.
+def launched(row: Row) -> int | None:
+    """Kernels of a call, copies and fills of the copy engine apart; None if not recorded."""
+    if "kernels" not in row:
+        return None
+    engine = _count(row["kernels"], "Memcpy") + _count(row["kernels"], "Memset")
+    return _count(row["kernels"], "") - engine
 
-    A guess is for an exhibit's own kernel, whatever copy stands beside it.
-    """
+
+def _occupancy(row: Row) -> str:
+    """Found, and what was guessed for it."""
+    found = occupancy_percent(row)
+    guessed = row.get("predicted", {}).get("occupancy")
+    if found is None:
+        return ""
+    return f"{found:.0f} %" if guessed is None else f"{found:.0f} % ({100 * guessed:.0f} %)"
+
+
+def occupancy_percent(row: Row) -> float | None:
+    """Occupancy of the kernel that takes most of the time, of an exhibit its own; None if not
+    recorded."""
     kernels = [k for k in row.get("kernels", ()) if k.get("occupancy_percent") is not None]
     if row.get("predicted", {}).get("occupancy") is not None:
         kernels = [k for k in kernels if not k["name"].startswith("void at::")]
     if not kernels:
-        return ""
-    found = max(kernels, key=lambda kernel: float(kernel["us"]))["occupancy_percent"]
-    guessed = row.get("predicted", {}).get("occupancy")
-    return f"{found:.0f} %" if guessed is None else f"{found:.0f} % ({100 * guessed:.0f} %)"
+        return None
+    return float(max(kernels, key=lambda kernel: float(kernel["us"]))["occupancy_percent"])
 
 
 def _count(kernels: Sequence[Mapping[str, Any]], prefix: str) -> int:

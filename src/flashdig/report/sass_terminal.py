@@ -75,15 +75,15 @@ def _table(cards: Sequence[SassCard], columns: Sequence[str], *, difference: boo
         table.add_column(escape(column), justify="right")
     if difference:
         table.add_column("more", justify="right")
-    for name, values in _rows(cards).items():
-        cells = [_cell(found) for found in values]
+    for name, values in card_figures(cards).items():
+        cells = [card_cell(found) for found in values]
         if difference:
-            cells.append(_more(values[0], values[1]))
+            cells.append(card_more(values[0], values[1]))
         table.add_row(name, *cells)
     return table
 
 
-def _rows(cards: Sequence[SassCard]) -> dict[str, list[Value]]:
+def card_figures(cards: Sequence[SassCard]) -> dict[str, list[Value]]:
     """Row -> a figure of each card; families and pipes only where a card has them."""
     resident = [card.occupancy for card in cards]
     rows: dict[str, list[Value]] = {
@@ -108,13 +108,13 @@ def _rows(cards: Sequence[SassCard]) -> dict[str, list[Value]]:
     return rows
 
 
-def _cell(value: Value) -> str:
+def card_cell(value: Value) -> str:
     if value is None:
         return "-"
     return value if isinstance(value, str) else f"{value:,.0f}"
 
 
-def _more(first: Value, second: Value) -> str:
+def card_more(first: Value, second: Value) -> str:
     if isinstance(first, (int, float)) and isinstance(second, (int, float)):
         return f"{second - first:+,.0f}" if round(second - first) else ""
     return ""
