@@ -8,8 +8,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flashdig import dispatch
 from flashdig.kernels.reference import merge_partials, reference_attention
-from flashdig.kernels.tiled import Terms, tiled_attention
+from flashdig.ops.attention import attention_op
 from flashdig.problem import Causal
+from flashdig.request import request_of
 from flashdig.validate import DenseCall, dense_call
 
 __all__ = ["attention", "merge_partials"]
@@ -90,18 +91,13 @@ def attention(
         deterministic=deterministic,
         return_lse=return_lse,
     )
-    request = dispatch.Request(
-        device_type=call.q.device.type,
-        return_lse=return_lse,
-        descale=any(x is not None for x in (q_descale, k_descale, v_descale)),
-        out_dtype=str(call.out_dtype).removeprefix("torch."),
-    )
+    request = request_of(call, backend)
     chosen = dispatch.choose(call.problem, request, backend)
-    out, lse = _RUN[chosen.name](call)
+    out, lse = _RUN[chosen.name](call, chosen.name)
     return (out, lse) if return_lse else out
 
 
-def _run_fused_cpu(call: DenseCall) -> tuple[torch.Tensor, torch.Tensor]:
+def _run_fused_cpu(call: DenseCall, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
     q, k, v = (x.transpose(1, 2) for x in (call.q, call.k, call.v))
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         out = F.scaled_dot_product_attention(
@@ -110,31 +106,38 @@ def _run_fused_cpu(call: DenseCall) -> tuple[torch.Tensor, torch.Tensor]:
     return out.transpose(1, 2), out.new_empty(0)
 
 
-def _run_tiled(call: DenseCall) -> tuple[torch.Tensor, torch.Tensor]:
+def _run_operator(call: DenseCall, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
     q, k, v = _dequantised(call)
-    terms = Terms(
-        mask=call.problem.mask,
-        softmax_scale=call.softmax_scale,
-        softcap=call.problem.softcap,
-        dropout_p=call.dropout_p,
-        dropout_seed=_draw_seed(call),
-    )
-    return tiled_attention(
+    mask = call.problem.mask
+    return attention_op(
         q,
         k,
         v,
-        terms,
-        bias=call.bias,
-        alibi_slopes=call.alibi_slopes,
-        sinks=call.sinks,
-        out_dtype=call.out_dtype,
+        call.bias,
+        call.alibi_slopes,
+        call.sinks,
+        _draw_seed(call),
+        None,
+        None,
+        None,
+        None,
+        call.softmax_scale,
+        call.problem.softcap,
+        call.dropout_p,
+        -1 if mask.window_left is None else mask.window_left,
+        -1 if mask.window_right is None else mask.window_right,
+        mask.alignment == "top-left",
+        call.problem.allow_tf32,
+        call.out_dtype,
+        backend,
     )
 
 
-def _run_reference(call: DenseCall) -> tuple[torch.Tensor, torch.Tensor]:
+def _run_reference(call: DenseCall, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
     mask = call.problem.mask
     precision = torch.float64 if call.q.dtype == torch.float64 else torch.float32
     causal: Causal = "top-left" if mask.alignment == "top-left" else False
+    seed = _draw_seed(call)
     out, lse = reference_attention(
         call.q,
         call.k,
@@ -147,7 +150,7 @@ def _run_reference(call: DenseCall) -> tuple[torch.Tensor, torch.Tensor]:
         alibi_slopes=call.alibi_slopes,
         sinks=call.sinks,
         dropout_p=call.dropout_p,
-        dropout_seed=_draw_seed(call),
+        dropout_seed=0 if seed is None else int(seed),
         q_descale=call.q_descale,
         k_descale=call.k_descale,
         v_descale=call.v_descale,
@@ -158,7 +161,8 @@ def _run_reference(call: DenseCall) -> tuple[torch.Tensor, torch.Tensor]:
 
 _RUN = {
     "fused_cpu": _run_fused_cpu,
-    "tiled": _run_tiled,
+    "triton": _run_operator,
+    "tiled": _run_operator,
     "reference": _run_reference,
 }
 
@@ -179,8 +183,8 @@ def _plain(x: torch.Tensor, descale: torch.Tensor | None, heads_per_factor: int)
     return x.float() if x.element_size() == 1 else x
 
 
-def _draw_seed(call: DenseCall) -> int:
-    """A 64-bit Philox key from the device's default generator; nothing is drawn without dropout."""
+def _draw_seed(call: DenseCall) -> torch.Tensor | None:
+    """A Philox key, (1,) int64, from the device's default generator; None without dropout."""
     if call.dropout_p == 0.0:
-        return 0
-    return int(torch.randint(2**63 - 1, (1,), device=call.q.device))
+        return None
+    return torch.randint(2**63 - 1, (1,), device=call.q.device)

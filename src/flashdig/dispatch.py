@@ -14,10 +14,24 @@ from flashdig.problem import AttentionProblem
 
 @dataclass(frozen=True)
 class Request:
-    """What a call wants besides its problem, as far as it decides who can serve it."""
+    """What a call wants besides its problem, as far as it decides who can serve it.
+
+    Attributes:
+        device_type: torch's name: "cuda", "cpu", ...
+        compute_capability: of a CUDA device, (9, 0); None elsewhere.
+        triton: Triton is installed.
+        interpreter: Triton runs kernels in its interpreter (TRITON_INTERPRET=1) and was asked for
+            by name, so CPU tensors will do.
+        return_lse, descale, paged: lse, descale factors, a page table are in the call.
+        out_dtype: torch's name of the dtype of the result; None is that of q.
+    """
 
     device_type: str
+    compute_capability: tuple[int, int] | None = None
+    triton: bool = True
+    interpreter: bool = False
     return_lse: bool = False
+    paged: bool = False
     descale: bool = False
     out_dtype: str | None = None
 
@@ -42,6 +56,8 @@ class Backend:
 def _fused_cpu(problem: AttentionProblem, request: Request) -> list[str]:
     """torch's fused CPU attention: plain problems in which no key is hidden from all queries."""
     reasons = []
+    if problem.packed:
+        reasons.append("no packed input")
     if request.device_type != "cpu":
         reasons.append(f"runs on the CPU, not on {request.device_type}")
     if problem.dtype not in ("float32", "float16", "bfloat16"):
@@ -77,13 +93,49 @@ def _fused_cpu(problem: AttentionProblem, request: Request) -> list[str]:
     return reasons
 
 
+def _triton(problem: AttentionProblem, request: Request) -> list[str]:
+    """The portable Triton kernels: everything of the contract on GPUs since Ampere."""
+    reasons = []
+    if not request.triton:
+        reasons.append("Triton is not installed")
+    if request.device_type != "cuda" and not request.interpreter:
+        reasons.append(
+            f"runs on NVIDIA GPUs, not on {request.device_type} (except asked for by name under "
+            "TRITON_INTERPRET=1)"
+        )
+    capability = request.compute_capability
+    if capability is not None and capability < (8, 0):
+        major, minor = capability
+        reasons.append(f"needs compute capability 8.0, the device has {major}.{minor}")
+    dtypes = ["float16", "bfloat16", "float32"]
+    if request.interpreter:
+        dtypes.remove("bfloat16")  # Triton's interpreter multiplies it wrongly
+    if problem.dtype not in dtypes:
+        reasons.append(f"serves {', '.join(dtypes)}, not {problem.dtype}")
+    if request.descale:
+        reasons.append("no descale factors")
+    for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
+        if not 1 <= size <= 256:
+            reasons.append(f"{name} must be between 1 and 256, not {size}")
+    if request.paged:
+        reasons.append("no page_table")
+    return reasons
+
+
 def _anything(problem: AttentionProblem, request: Request) -> list[str]:
     return []
 
 
 BACKENDS = (
     Backend("fused_cpu", "torch's fused CPU attention", True, _fused_cpu),
-    Backend("tiled", "tile by tile in plain torch, O(seqlen) memory, any device", True, _anything),
+    Backend("triton", "portable Triton kernels, NVIDIA GPUs since Ampere", True, _triton),
+    Backend(
+        "tiled",
+        "tile by tile in plain torch, O(seqlen) memory, any device; on a GPU, packed input and "
+        "dropout cost a synchronisation",
+        True,
+        _anything,
+    ),
     Backend(
         "reference",
         "written out in full, differentiable twice, O(seqlen^2) memory",

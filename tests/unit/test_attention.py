@@ -64,7 +64,8 @@ def test_an_explicit_backend_is_obeyed_or_refused_with_reasons() -> None:
     with pytest.raises(ValueError, match="backend must be 'auto' or one of 'fused_cpu'"):
         attention(q, q, q, backend="cudnn")
     problem = AttentionProblem.dense(1, 2, 8, 8, "float32")
-    assert choose(problem, Request("cuda")).name == "tiled"
+    assert choose(problem, Request("cuda", (8, 0))).name == "triton"
+    assert choose(problem, Request("cuda", (7, 5))).name == "tiled"
     assert choose(problem, Request("cpu", return_lse=True)).name == "tiled"
 
 

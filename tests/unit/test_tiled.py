@@ -7,21 +7,32 @@ import torch
 
 import flashdig.kernels.tiled as tiled_module
 from flashdig.kernels.reference import reference_attention
-from flashdig.kernels.tiled import Terms, tiled_attention
+from flashdig.ops.attention import attention_op
 from flashdig.problem import Mask
 from tests.attention_cases import CASES, build, gradients, taking_gradients
 
 
 def tiled(q, k, v, *, dropout_seed=0, **options):
-    terms = Terms(
-        mask=Mask.from_arguments(options.get("causal", False), options.get("window")),
-        softmax_scale=options.get("softmax_scale", q.shape[-1] ** -0.5),
-        softcap=options.get("softcap", 0.0),
-        dropout_p=options.get("dropout_p", 0.0),
-        dropout_seed=dropout_seed,
+    mask = Mask.from_arguments(options.get("causal", False), options.get("window"))
+    return attention_op(
+        q,
+        k,
+        v,
+        options.get("bias"),
+        options.get("alibi_slopes"),
+        options.get("sinks"),
+        torch.tensor([dropout_seed]),
+        *(None,) * 4,
+        options.get("softmax_scale", q.shape[-1] ** -0.5),
+        options.get("softcap", 0.0),
+        options.get("dropout_p", 0.0),
+        -1 if mask.window_left is None else mask.window_left,
+        -1 if mask.window_right is None else mask.window_right,
+        mask.alignment == "top-left",
+        False,
+        None,
+        "tiled",
     )
-    tensors = {name: options.get(name) for name in ("bias", "alibi_slopes", "sinks")}
-    return tiled_attention(q, k, v, terms, **tensors)
 
 
 @pytest.mark.parametrize("name", CASES)

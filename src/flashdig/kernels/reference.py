@@ -146,13 +146,13 @@ def reference_attention_varlen(
     if "bias" in options:
         raise ValueError("bias is not defined for packed input")
     total_q, num_heads, _ = q.shape
-    starts_q = _offsets(cu_seqlens_q, total_q)
-    starts_k = _offsets(cu_seqlens_k, k.shape[0] if page_table is None else None)
+    starts_q = sequence_offsets(cu_seqlens_q, total_q)
+    starts_k = sequence_offsets(cu_seqlens_k, k.shape[0] if page_table is None else None)
     out = q.new_zeros((total_q, num_heads, v.shape[-1]), dtype=precision)
     lse = q.new_full((num_heads, total_q), -math.inf, dtype=precision)
     for b in range(len(starts_q) - 1):
-        rows = _used(starts_q[b], starts_q[b + 1], seqused_q, b)
-        keys = _used(starts_k[b], starts_k[b + 1], seqused_k, b)
+        rows = rows_in_use(starts_q[b], starts_q[b + 1], seqused_q, b)
+        keys = rows_in_use(starts_k[b], starts_k[b + 1], seqused_k, b)
         if page_table is None:
             k_b, v_b = k[keys], v[keys]
         else:
@@ -164,10 +164,10 @@ def reference_attention_varlen(
             q[rows][None],
             k_b[None],
             v_b[None],
-            alibi_slopes=_of_sequence(alibi_slopes, b),
-            q_descale=_of_sequence(q_descale, b),
-            k_descale=_of_sequence(k_descale, b),
-            v_descale=_of_sequence(v_descale, b),
+            alibi_slopes=of_sequence(alibi_slopes, b),
+            q_descale=of_sequence(q_descale, b),
+            k_descale=of_sequence(k_descale, b),
+            v_descale=of_sequence(v_descale, b),
             precision=precision,
             first_sequence=b,
             **options,  # type: ignore[arg-type]
@@ -246,18 +246,20 @@ def _descaled(x: torch.Tensor, descale: torch.Tensor | None, group_size: int) ->
     return x * descale.to(x.dtype).repeat_interleave(group_size, dim=1)[:, None, :, None]
 
 
-def _offsets(cu_seqlens: torch.Tensor, total: int | None) -> list[int]:
+def sequence_offsets(cu_seqlens: torch.Tensor, total: int | None) -> list[int]:
+    """cu_seqlens as numbers, non-decreasing and clamped to [0, total]."""
     offsets = [max(0, int(n)) for n in cu_seqlens.tolist()]
     for b in range(1, len(offsets)):
         offsets[b] = max(offsets[b], offsets[b - 1])
     return offsets if total is None else [min(n, total) for n in offsets]
 
 
-def _used(start: int, stop: int, used: torch.Tensor | None, b: int) -> slice:
+def rows_in_use(start: int, stop: int, used: torch.Tensor | None, b: int) -> slice:
+    """The rows of sequence b in [start, stop) that count: the first used[b] of them, or all."""
     length = stop - start if used is None else min(max(int(used[b]), 0), stop - start)
     return slice(start, start + length)
 
 
-def _of_sequence(per_batch: torch.Tensor | None, b: int) -> torch.Tensor | None:
+def of_sequence(per_batch: torch.Tensor | None, b: int) -> torch.Tensor | None:
     """Row b of a (batch, heads) tensor; a (heads,) tensor is every sequence's own."""
     return per_batch[b : b + 1] if per_batch is not None and per_batch.dim() == 2 else per_batch

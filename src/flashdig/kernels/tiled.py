@@ -7,7 +7,7 @@ one tile of queries against one tile of keys, for all batches and heads at once:
     scores (batch, num_heads_kv, group_size, tile_m, tile_n)
 
 Running statistics are float32 (float64 for float64 input). The backward recomputes probabilities
-from the log-sum-exp that the forward kept.
+from the log-sum-exp that the forward kept. `flashdig.kernels.tiled_launch` calls both.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -35,36 +34,10 @@ class Terms:
     softcap: float = 0.0
     dropout_p: float = 0.0
     dropout_seed: int = 0
+    first_sequence: int = 0  # index of the first batch entry in the dropout counter
 
 
-def tiled_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    terms: Terms,
-    *,
-    bias: torch.Tensor | None = None,
-    alibi_slopes: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Dense attention; arguments and semantics as in `flashdig.kernels.reference`.
-
-    Args:
-        q: (batch, seqlen_q, num_heads, head_dim); k, v: (batch, seqlen_k, num_heads_kv, ...).
-        terms: mask, scale, softcap and dropout.
-        out_dtype: dtype of `out`; default that of q.
-
-    Returns: out (batch, seqlen_q, num_heads, head_dim_v) and lse (batch, num_heads, seqlen_q) in
-        float32 (float64 for float64 input). Both carry gradients to q, k, v, bias and sinks, once.
-    """
-    out, lse = _TiledAttention.apply(  # type: ignore[no-untyped-call]
-        q, k, v, bias, alibi_slopes, sinks, terms, out_dtype or q.dtype
-    )
-    return out, lse
-
-
-class _Tiles:
+class Tiles:
     """The inputs of one call seen tile by tile, in the dtype of the computation."""
 
     def __init__(
@@ -160,7 +133,7 @@ class _Tiles:
         keep = keep_mask(
             self.terms.dropout_seed,
             self.terms.dropout_p,
-            torch.arange(self.batch, device=device),
+            torch.arange(self.batch, device=device) + self.terms.first_sequence,
             torch.arange(self.num_heads, device=device),
             torch.arange(rows.start, rows.stop, device=device),
             torch.arange(keys.start, keys.stop, device=device),
@@ -195,16 +168,16 @@ class _Tiles:
         return seen
 
 
-def _forward(
-    tiles: _Tiles, sinks: torch.Tensor | None, head_dim_v: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """out, lse and row_alive, each (batch, num_heads_kv, group_size, seqlen_q[, head_dim_v])."""
+def walk_forward(
+    tiles: Tiles, sinks: torch.Tensor | None, head_dim_v: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse, each (batch, num_heads_kv, group_size, seqlen_q[, head_dim_v])."""
     shape = (tiles.batch, *tiles.heads, tiles.seqlen_q)
     out = torch.zeros((*shape, head_dim_v), dtype=tiles.dtype, device=tiles.q.device)
     lse = torch.full(shape, -math.inf, dtype=tiles.dtype, device=tiles.q.device)
-    row_alive = torch.zeros(shape, dtype=torch.bool, device=tiles.q.device)
     for rows in tiles.row_tiles():
         q = tiles.query(rows)
+        alive = torch.zeros(lse[..., rows].shape, dtype=torch.bool, device=tiles.q.device)
         row_max, row_sum = lse[..., rows].clone(), torch.zeros_like(lse[..., rows])
         accumulator = torch.zeros_like(out[..., rows, :])
         if sinks is not None:  # the sink is a first key whose value is zero
@@ -214,7 +187,7 @@ def _forward(
             k, v = tiles.key_value(keys)
             visible = tiles.visible(rows, keys)
             scores, _ = tiles.scores(q, k, rows, keys, visible)
-            row_alive[..., rows] |= visible.any(dim=-1)
+            alive |= visible.any(dim=-1)
             new_max = torch.maximum(row_max, scores.amax(dim=-1))
             shift = torch.where(torch.isneginf(new_max), 0.0, new_max)
             rescale = torch.exp(row_max - shift)
@@ -222,103 +195,15 @@ def _forward(
             row_sum = row_sum * rescale + probs.sum(dim=-1)
             accumulator = accumulator * rescale[..., None] + tiles.dropped(probs, rows, keys) @ v
             row_max = new_max
-        alive = row_alive[..., rows]
         has_mass = row_sum != 0.0
         lse[..., rows] = torch.where(has_mass, row_max + row_sum.log(), -math.inf)
         normalised = accumulator / torch.where(has_mass, row_sum, 1.0)[..., None]
         out[..., rows, :] = torch.where(alive[..., None], normalised, 0.0)
-    return out, lse, row_alive
+    return out, lse
 
 
-class _TiledAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        bias: torch.Tensor | None,
-        alibi_slopes: torch.Tensor | None,
-        sinks: torch.Tensor | None,
-        terms: Terms,
-        out_dtype: torch.dtype,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        tiles = _Tiles(q, k, v, bias, alibi_slopes, terms)
-        out, lse, _ = _forward(tiles, sinks, v.shape[-1])
-        return out.flatten(1, 2).transpose(1, 2).to(out_dtype), lse.flatten(1, 2)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        *tensors, ctx.terms, _ = inputs
-        out, lse = output
-        ctx.save_for_backward(*tensors, out, lse)
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(
-        ctx: Any, grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None
-    ) -> tuple[torch.Tensor | None, ...]:
-        gradients = _TiledAttentionBackward.apply(  # type: ignore[no-untyped-call]
-            *ctx.saved_tensors, grad_out, grad_lse, ctx.terms, ctx.needs_input_grad
-        )
-        return (*gradients, None, None)
-
-
-class _TiledAttentionBackward(torch.autograd.Function):
-    """The backward pass as a node of its own, so that differentiating it again is an error."""
-
-    @staticmethod
-    def forward(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        bias: torch.Tensor | None,
-        alibi_slopes: torch.Tensor | None,
-        sinks: torch.Tensor | None,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        grad_out: torch.Tensor | None,
-        grad_lse: torch.Tensor | None,
-        terms: Terms,
-        wanted: tuple[bool, ...],
-    ) -> tuple[torch.Tensor | None, ...]:
-        tiles = _Tiles(q, k, v, bias, alibi_slopes, terms)
-        dq, dk, dv, dbias, dsinks = _backward(
-            tiles,
-            sinks,
-            _grouped(out, tiles),
-            lse.unflatten(1, tiles.heads),
-            None if grad_out is None else _grouped(grad_out, tiles),
-            None if grad_lse is None else grad_lse.unflatten(1, tiles.heads),
-            bias if wanted[3] else None,
-        )
-        return (
-            dq.flatten(1, 2).transpose(1, 2).to(q.dtype) if wanted[0] else None,
-            dk.transpose(1, 2).to(k.dtype) if wanted[1] else None,
-            dv.transpose(1, 2).to(v.dtype) if wanted[2] else None,
-            None if dbias is None or bias is None else dbias.to(bias.dtype),
-            None,
-            dsinks.to(sinks.dtype) if sinks is not None and wanted[5] else None,
-        )
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        raise RuntimeError(
-            "attention is not twice differentiable with backend 'tiled'; backend 'reference' is"
-        )
-
-
-def _grouped(x: torch.Tensor, tiles: _Tiles) -> torch.Tensor:
-    """(batch, seqlen, num_heads, n) -> (batch, num_heads_kv, group_size, seqlen, n)."""
-    grouped: torch.Tensor = x.transpose(1, 2).unflatten(1, tiles.heads)
-    return grouped
-
-
-def _backward(
-    tiles: _Tiles,
+def walk_backward(
+    tiles: Tiles,
     sinks: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor,
@@ -377,7 +262,7 @@ def _backward(
     return dq, dk, dv, dbias, dsinks
 
 
-def _alive_rows(tiles: _Tiles) -> torch.Tensor:
+def _alive_rows(tiles: Tiles) -> torch.Tensor:
     """Bool (batch, num_heads_kv, group_size, seqlen_q): the row sees a key."""
     alive = torch.zeros(tiles.q.shape[:-1], dtype=torch.bool, device=tiles.q.device)
     for rows in tiles.row_tiles():

@@ -1,0 +1,206 @@
+"""The operators `flashdig::attention_forward` and `flashdig::attention_backward`.
+
+One pair serves dense and packed input and every backend with launchers of its own: the last
+argument names the backend. All arguments are positional; their meaning is that of the launchers
+(`flashdig.kernels.tiled_launch` documents them). Results are contiguous, and so are gradients.
+
+The backward returns the wanted gradients only. It is an operator of its own, so differentiating it
+again is one clear error.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+
+from flashdig.ops import batching, flops
+
+TENSORS = 11  # q, k, v, bias, alibi_slopes, sinks, dropout_seed, cu_seqlens and seqused of q and k
+INPUTS = 20
+# positions of the inputs that take gradients: q, k, v, bias, sinks
+DIFFERENTIABLE = (0, 1, 2, 3, 5)
+
+# backend -> modules of its forward and its backward launcher
+LAUNCHERS = {
+    "tiled": ("flashdig.kernels.tiled_launch", "flashdig.kernels.tiled_launch"),
+    "triton": ("flashdig.kernels.triton.forward", "flashdig.kernels.triton.backward"),
+}
+
+_TENSOR_ARGUMENTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? alibi_slopes, Tensor? sinks, "
+    "Tensor? dropout_seed, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, "
+    "Tensor? seqused_k"
+)
+_SETTINGS = (
+    "float softmax_scale, float softcap, float dropout_p, SymInt window_left, "
+    "SymInt window_right, bool top_left, bool allow_tf32"
+)
+
+_library = torch.library.Library("flashdig", "DEF")
+_library.define(
+    f"attention_forward({_TENSOR_ARGUMENTS}, {_SETTINGS}, ScalarType? out_dtype, str backend) "
+    "-> (Tensor out, Tensor lse)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.define(
+    f"attention_backward(Tensor? grad_out, Tensor? grad_lse, {_TENSOR_ARGUMENTS}, Tensor out, "
+    f"Tensor lse, {_SETTINGS}, bool[5] wanted, str backend) -> Tensor[]",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def attention_op(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse of the inputs of `flashdig::attention_forward`, differentiable once.
+
+    Under torch.func's transforms an operator's own autograd formula cannot run, so there the same
+    formula runs as an autograd function above the operator.
+    """
+    operator = torch.ops.flashdig.attention_forward.default
+    call: Any = _AttentionFunction.apply if _under_transform() else operator
+    out, lse = call(*inputs)
+    return out, lse
+
+
+def _backward_op(*inputs: Any) -> tuple[torch.Tensor, ...]:
+    operator = torch.ops.flashdig.attention_backward.default
+    call: Any = _AttentionBackwardFunction.apply if _under_transform() else operator
+    return tuple(call(*inputs))
+
+
+def _under_transform() -> bool:
+    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+
+
+@functools.cache
+def _launcher(backend: str, direction: int) -> Callable[..., Any]:
+    module = importlib.import_module(LAUNCHERS[backend][direction])
+    name = ("attention_forward", "attention_backward")[direction]
+    return cast(Callable[..., Any], getattr(module, name))
+
+
+def _launch(backend: str, direction: int, *arguments: Any, **settings: Any) -> Any:
+    """Run a launcher with the device of q as the current one."""
+    launcher = _launcher(backend, direction)
+    q = arguments[2 * direction]
+    if q.is_cuda and q.device.index != torch.cuda.current_device():
+        with torch.cuda.device(q.device):
+            return launcher(*arguments, **settings)
+    return launcher(*arguments, **settings)
+
+
+def _settings(values: tuple[Any, ...]) -> dict[str, Any]:
+    names = ("softmax_scale", "softcap", "dropout_p", "window_left", "window_right")
+    return dict(zip((*names, "top_left", "allow_tf32"), values, strict=True))
+
+
+def _forward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    *settings, out_dtype, backend = inputs[TENSORS:]
+    out, lse = _launch(
+        backend, 0, *inputs[:TENSORS], **_settings(tuple(settings)), out_dtype=out_dtype
+    )
+    return out, lse
+
+
+def _backward(*inputs: Any) -> list[torch.Tensor]:
+    tensors = inputs[: TENSORS + 4]  # the two upstream gradients before, out and lse behind
+    *settings, wanted, backend = inputs[TENSORS + 4 :]
+    gradients = _launch(backend, 1, *tensors, **_settings(tuple(settings)), wanted=tuple(wanted))
+    return [gradient for gradient in gradients if gradient is not None]
+
+
+def _fake_forward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    q, v, cu_seqlens_q, out_dtype = inputs[0], inputs[2], inputs[7], inputs[-2]
+    out = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=out_dtype or q.dtype)
+    rows = q.shape[:-1] if cu_seqlens_q is None else (1, *q.shape[:-1])
+    batch, seqlen_q, num_heads = rows
+    shape = (batch, num_heads, seqlen_q) if cu_seqlens_q is None else (num_heads, seqlen_q)
+    statistics = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return out, q.new_empty(shape, dtype=statistics)
+
+
+def _fake_backward(*inputs: Any) -> list[torch.Tensor]:
+    wanted = inputs[-2]
+    sources = [inputs[2 + position] for position in DIFFERENTIABLE]
+    return [x.new_empty(x.shape) for x, want in zip(sources, wanted, strict=True) if want]
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:TENSORS], *output)
+    ctx.settings, ctx.backend = inputs[TENSORS:-2], inputs[-1]
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(
+    ctx: Any, grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None
+) -> tuple[torch.Tensor | None, ...]:
+    result: list[torch.Tensor | None] = [None] * INPUTS
+    if grad_out is None and grad_lse is None:
+        return tuple(result)
+    wanted = [ctx.needs_input_grad[position] for position in DIFFERENTIABLE]
+    inputs = (grad_out, grad_lse, *ctx.saved_tensors, *ctx.settings, wanted, ctx.backend)
+    gradients = iter(_backward_op(*inputs))
+    for position, want in zip(DIFFERENTIABLE, wanted, strict=True):
+        if want:
+            result[position] = next(gradients)
+    return tuple(result)
+
+
+def _refuse_second(ctx: Any, *gradients: Any) -> Any:
+    raise RuntimeError(
+        f"attention is not twice differentiable with backend {ctx.backend!r}; "
+        "backend 'reference' is"
+    )
+
+
+def _save_backend(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.backend = inputs[-1]
+
+
+_batched_forward = functools.partial(batching.forward, attention_op)
+_batched_backward = functools.partial(batching.backward, _backward_op)
+
+
+class _AttentionFunction(torch.autograd.Function):
+    """The operator's formula for torch.func's transforms."""
+
+    forward = staticmethod(torch.ops.flashdig.attention_forward.default)
+    setup_context = staticmethod(_save)
+    backward = staticmethod(_differentiate)
+    vmap = staticmethod(_batched_forward)
+
+
+class _AttentionBackwardFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(*inputs: Any) -> tuple[torch.Tensor, ...]:
+        return tuple(torch.ops.flashdig.attention_backward.default(*inputs))
+
+    setup_context = staticmethod(_save_backend)
+    backward = staticmethod(_refuse_second)
+    vmap = staticmethod(_batched_backward)
+
+
+def _register() -> None:
+    for name, kernel, fake, differentiate, save, batched in (
+        ("attention_forward", _forward, _fake_forward, _differentiate, _save, _batched_forward),
+        (
+            "attention_backward",
+            _backward,
+            _fake_backward,
+            _refuse_second,
+            _save_backend,
+            _batched_backward,
+        ),
+    ):
+        qualified = f"flashdig::{name}"
+        _library.impl(name, kernel, "CompositeExplicitAutograd")
+        torch.library.register_fake(qualified, fake, lib=_library)
+        torch.library.register_autograd(qualified, differentiate, setup_context=save, lib=_library)
+        torch.library.register_vmap(qualified, batched, lib=_library)
+    flops.register()
+
+
+_register()
