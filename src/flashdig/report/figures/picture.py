@@ -13,8 +13,8 @@ class Picture:
         name: short, stable and unique on a page; every id inside `svg` begins with it.
         title: a heading, plain text.
         svg: one `<svg>` element to stand inline in HTML: no XML declaration, script, style sheet or
-            reference to anything outside. Its text and axes are `currentColor`, its series the
-            colours of `FIGURES_CSS`. It has role="img" and `alt` as its title.
+            reference to anything outside. Its text and axes are `currentColor`. It has role="img"
+            and `alt` as its label.
         alt: what the picture shows and its key figures, for who cannot see it; plain text.
         caption: how to read it and where its numbers come from; plain text.
     """
