@@ -20,6 +20,7 @@ from flashdig.cli.errors import CommandError
 COMMANDS = {
     "trace": "flashdig.cli.trace",
     "dig": "flashdig.cli.dig",
+    "bench": "flashdig.cli.bench",
     "predict": "flashdig.cli.predict",
     "sass": "flashdig.cli.sass",
 }
