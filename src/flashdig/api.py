@@ -98,7 +98,11 @@ def attention(
 
 
 def _run_fused_cpu(call: DenseCall, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
-    q, k, v = (x.transpose(1, 2) for x in (call.q, call.k, call.v))
+    # torch's kernel wants unit strides in head_dim, and refuses others
+    q, k, v = (
+        (x if x.stride(3) == 1 else x.contiguous()).transpose(1, 2)
+        for x in (call.q, call.k, call.v)
+    )
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         out = F.scaled_dot_product_attention(
             q, k, v, is_causal=call.problem.causal, scale=call.softmax_scale

@@ -233,7 +233,8 @@ def walk_backward(
         row_lse = torch.where(torch.isneginf(lse[..., rows]), 0.0, lse[..., rows])
         dout = torch.zeros_like(out[..., rows, :], dtype=dtype)
         if grad_out is not None:
-            dout = torch.where(alive[..., None], grad_out[..., rows, :].to(dtype), 0.0)
+            # one layout: sums over a tile then do not depend on the strides of grad_out
+            dout = torch.where(alive[..., None], grad_out[..., rows, :].to(dtype), 0.0).contiguous()
         minus_delta = -(dout * out[..., rows, :].to(dtype)).sum(dim=-1)
         if grad_lse is not None:
             minus_delta = minus_delta + torch.where(
