@@ -80,9 +80,10 @@ def dense_call(
     _check_dtypes(q, k, v)
     batch, seqlen_q, num_heads, head_dim = q.shape
     _check_kv_shapes(q, k, v)
-    if not math.isfinite(softcap) or softcap < 0.0:
+    # comparisons: math.isfinite cannot be traced where torch.compile keeps a number open
+    if not 0.0 <= softcap < math.inf:
         raise ValueError(f"softcap must be a finite number >= 0 (0 is off), got {softcap}")
-    if softmax_scale is not None and not math.isfinite(softmax_scale):
+    if softmax_scale is not None and not -math.inf < softmax_scale < math.inf:
         raise ValueError(f"softmax_scale must be a finite number or None, got {softmax_scale}")
     if not 0.0 <= dropout_p <= 1.0:
         raise ValueError(f"dropout_p must be between 0 and 1, got {dropout_p}")
