@@ -118,6 +118,7 @@ FIELDS: dict[str, Rule] = {
     "tensor_utilisation": AMOUNT,
     "peak_bytes": COUNT,
     "error": AMOUNT,
+    "allowed_error": AMOUNT,
     "eager_difference": AMOUNT,
     "predicted": OBJECT,
     "gate": TEXT,

@@ -63,6 +63,7 @@ def row_of(findings: CellFindings, found: Found, run_id: str, preset: str | None
     }
     if found.gate is not None:
         row["error"] = found.gate.error
+        row["allowed_error"] = found.gate.budget
         row["eager_difference"] = found.eager_difference
     if found.counted is not None:
         counts = found.counted.counts

@@ -15,8 +15,8 @@ from flashdig.report.figures.style import (
     light_grid,
     log_range,
     log_ticks,
+    picture,
     shortened,
-    to_svg,
 )
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def errors(rows: Sequence[Row], name: str = NAME) -> Picture | Missing:
     def draw(figure: Figure) -> None:
         _draw(figure, dots, bound)
 
-    return Picture(name, TITLE, to_svg(name, alt, draw, height=1.0 + 0.3 * len(dots)), alt, caption)
+    return picture(name, TITLE, alt, caption, draw, height=1.0 + 0.3 * len(dots))
 
 
 def _bound(rows: Sequence[Row]) -> tuple[float | None, str]:

@@ -25,8 +25,8 @@ from flashdig.report.figures.style import (
     light_grid,
     log_range,
     log_ticks,
+    picture,
     shortened,
-    to_svg,
 )
 
 if TYPE_CHECKING:
@@ -68,13 +68,16 @@ def ladder(
             "clock."
         )
     else:
-        caption = "No time was measured: the bars are what the cost models expect, on a log axis."
+        chip = "the chip" if device is None else device.name
+        caption = (
+            f"No time was measured: the bars are what the cost models expect of {chip}, on a log "
+            "axis."
+        )
 
     def draw(figure: Figure) -> None:
         _draw(figure, bars)
 
-    svg = to_svg(name, alt, draw, height=1.1 + 0.34 * len(bars))
-    return Picture(name, TITLE, svg, alt, caption)
+    return picture(name, TITLE, alt, caption, draw, height=1.1 + 0.34 * len(bars))
 
 
 def _bar(row: Row, device: Device | None) -> _Bar | None:
@@ -139,4 +142,5 @@ def _draw(figure: Figure, bars: Sequence[_Bar]) -> None:
     axes.set_yticks(range(len(bars)), [shortened(bar.name, LONGEST_NAME) for bar in bars])
     axes.tick_params(axis="y", length=0)
     log_ticks(axes.xaxis, low, high, lambda ms: seconds(ms / 1e3))
-    family_legend(figure, [bar.name for bar in bars])
+    hollow = not any(bar.is_measured for bar in bars)
+    family_legend(figure, [bar.name for bar in bars], hollow=hollow)

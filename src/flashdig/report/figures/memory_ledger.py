@@ -22,8 +22,8 @@ from flashdig.report.figures.style import (
     light_grid,
     log_range,
     log_ticks,
+    picture,
     shortened,
-    to_svg,
 )
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ COLUMNS = {
     "counted": PURPLE,
 }
 _ALL = "all"
+_SCALARS = 64  # bytes
 
 
 @dataclass(frozen=True)
@@ -77,16 +78,17 @@ def memory_ledger(
         "Loads and stores together, on a log axis. Compulsory: every input and output once. "
         "Issued: what the instructions of all launches ask for. Expected at memory: what the L2 "
         f"cache of {device.name} ({with_unit(device.cache_bytes, 'B')}) should leave of it. "
-        "Counted: with the part of the Triton kernel as its interpreter counts it. The bytes at "
-        "memory are a model's; no counter is in the record. Instructions of library kernels are "
-        "not known, so those rungs are left out."
+        "These are the model's; a record holds no counter of memory. Instructions of library "
+        "kernels are not known, so those rungs are left out."
     )
+    if any("counted" in panel.groups[_ALL] for panel in panels):
+        caption += " Counted: with the part of the Triton kernel as its interpreter counts it."
 
     def draw(figure: Figure) -> None:
         _draw(figure, panels)
 
     height = 0.8 + 1.75 * math.ceil(len(panels) / 2)
-    return Picture(name, TITLE, to_svg(name, alt, draw, height=height), alt, caption)
+    return picture(name, TITLE, alt, caption, draw, height=height)
 
 
 def _groups(row: Row, device: Device) -> dict[str, dict[str, int]] | None:
@@ -99,7 +101,7 @@ def _groups(row: Row, device: Device) -> dict[str, dict[str, int]] | None:
         tensor: _columns(entry)
         for tensor, entry in ledger(guess, device).items()
         # a few scalars would stretch the axis by many decades
-        if entry.issued.total_bytes > 1e-6 * guess.issued.total_bytes
+        if entry.issued.total_bytes > _SCALARS
     }
     whole = {
         column: sum(group.get(column, 0) for group in found.values())

@@ -24,8 +24,8 @@ from flashdig.report.figures.style import (
     light_grid,
     log_range,
     log_ticks,
+    picture,
     shortened,
-    to_svg,
 )
 
 if TYPE_CHECKING:
@@ -80,25 +80,25 @@ def pipes(rows: Sequence[Row], device: Device | None, name: str = NAME) -> Pictu
     if not loops:
         return Missing(name, TITLE, "No rung that works on tiles passed the gate.")
     alt = _alt(loops)
+    timed = any(loop.measured is not None for loop in loops)
     caption = (
         f"Cycles of one SM of {device.name} for {SCORES:,} scores (64 x 64), as the cost models "
-        "count them. The longest bar is the least that any overlap could reach; a solid mark is "
-        "the measured time of the whole rung in the same unit, a dashed one the expected time. "
-        "What lies between bar and mark is work that did not overlap, waiting, and idle SMs."
+        "count them. The longest bar is the least that any overlap could reach. "
     )
-    if all(loop.measured is None for loop in loops):
-        caption = caption.replace(
-            "a solid mark is the measured time of the whole rung in the same unit, a dashed one "
-            "the expected time",
-            "a dashed mark is the expected time of the whole rung in the same unit; none was "
-            "measured",
-        )
+    caption += (
+        "A solid mark is the measured time of the whole rung in the same unit, a dashed one the "
+        "expected time. "
+        if timed
+        else "A dashed mark is the expected time of the whole rung in the same unit; no time was "
+        "measured. "
+    )
+    caption += "What lies between bar and mark did not overlap, was waiting, or is idle SMs."
 
     def draw(figure: Figure) -> None:
         _draw(figure, loops)
 
     height = 1.2 + sum(0.2 + 0.17 * len(loop.pipes) for loop in loops)
-    return Picture(name, TITLE, to_svg(name, alt, draw, height=height), alt, caption)
+    return picture(name, TITLE, alt, caption, draw, height=height)
 
 
 def _loop(row: Row, guess: Prediction, device: Device) -> _Loop:

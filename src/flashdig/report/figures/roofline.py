@@ -26,9 +26,9 @@ from flashdig.report.figures.style import (
     SMALL,
     light_grid,
     log_ticks,
+    picture,
     shortened,
     spread,
-    to_svg,
 )
 
 if TYPE_CHECKING:
@@ -89,17 +89,16 @@ def roofline(rows: Sequence[Row], device: Device | None, name: str = NAME) -> Pi
 
     timed = any(point.measured is not None for point in points)
     caption = (
-        "FLOP of the visible pairs over the bytes expected at memory, behind the L2 cache, on both "
-        "log axes. Filled: measured. Hollow: expected by the cost models. A point far below the "
-        "memory line is held back by something else; the shared-memory line is for operands that "
-        "come from there. One exponential for each visible pair makes the third roof. "
+        "Right: FLOP of the visible pairs for each byte expected at memory, behind the L2 cache. "
+        "Up: FLOP in a second. Both axes are logarithmic. Hollow: expected by the cost models. "
     )
-    if not timed:
-        caption = caption.replace(
-            "Filled: measured. Hollow: expected", "No time was measured. Hollow: expected"
-        )
-    caption += f"Roofs: specified peaks of {device.name}."
-    return Picture(name, TITLE, to_svg(name, alt, draw, height=5.6), alt, caption)
+    caption += "Filled: measured. " if timed else "No time was measured. "
+    caption += (
+        "A point far below the memory line is held back by something else; the shared-memory line "
+        "is for operands that come from there. One exponential for each visible pair makes the "
+        f"third roof. Roofs: specified peaks of {device.name}."
+    )
+    return picture(name, TITLE, alt, caption, draw, height=5.6)
 
 
 def _point(row: Row, device: Device) -> _Point | None:
@@ -182,7 +181,7 @@ def _draw(figure: Figure, points: Sequence[_Point], roofs: _Roofs) -> None:
         # below the second highest roof if enough of the line is there, else below the highest
         below = sorted(value for _, value in roofs.flat)[-2:][0]
         fits = below > 8 * ends[0] * slope
-        at = 0.8 * (below if fits else top)
+        at = 0.8 * below if fits else 0.5 * top
         slopes.append((f"{words} {with_unit(slope, 'B/s')}", slope, at))
     places = spread([_height(value, bottom, ceiling) for _, value in roofs.flat], 0.055, 0.0, 1.0)
     styles = ("dashdot", "solid", "dotted")

@@ -18,6 +18,7 @@ from flashdig.report.figures.style import (
     SKY,
     VERMILLION,
     bar_style,
+    hollow_style,
 )
 
 if TYPE_CHECKING:
@@ -110,10 +111,11 @@ def expected_ms(row: Row, device: Device | None) -> float | None:
     return None if guess is None else guess.expected_s * 1e3
 
 
-def family_legend(figure: Figure, names: Sequence[str]) -> None:
-    """What the colours and hatches of these rungs mean, below a figure."""
+def family_legend(figure: Figure, names: Sequence[str], *, hollow: bool) -> None:
+    """What the colours of these rungs' bars mean, below a figure."""
     from matplotlib.patches import Patch
 
+    style = hollow_style if hollow else bar_style
     looks = {(look := look_of(name)).family: look for name in names}
-    handles = [Patch(**bar_style(look.colour), label=family) for family, look in looks.items()]
+    handles = [Patch(**style(look.colour), label=family) for family, look in looks.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=2)

@@ -21,8 +21,8 @@ from flashdig.report.figures.style import (
     light_grid,
     log_range,
     log_ticks,
+    picture,
     shortened,
-    to_svg,
 )
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def steps(rows: Sequence[Row], name: str = NAME) -> Picture | Missing:
     if not any(row["kind"] == "step" for row in rows):
         return Missing(name, TITLE, "The run did not take the steps apart (flashdig dig --steps).")
     if len(path) < 2:
-        return Missing(name, TITLE, "Fewer than two steps from v1 to v2 were timed.")
+        return Missing(name, TITLE, "No two steps from v1 to v2 were timed; that takes a GPU.")
     without = {row["name"].removeprefix("without:"): row.get("speedup") for row in ran}
     falls = []
     for before, row in itertools.pairwise(path):
@@ -81,8 +81,7 @@ def steps(rows: Sequence[Row], name: str = NAME) -> Picture | Missing:
     def draw(figure: Figure) -> None:
         _draw(figure, falls)
 
-    svg = to_svg(name, alt, draw, height=0.7 + 0.36 * (len(falls) + 2))
-    return Picture(name, TITLE, svg, alt, caption)
+    return picture(name, TITLE, alt, caption, draw, height=0.7 + 0.36 * (len(falls) + 2))
 
 
 def _alt(falls: Sequence[_Fall]) -> str:

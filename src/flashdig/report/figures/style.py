@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
+from flashdig.report.figures.picture import Picture
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
@@ -81,7 +83,7 @@ def to_svg(
 
     Args:
         name: every id begins with it.
-        alt: becomes the image's label.
+        alt: becomes the image's label; without characters that XML refuses.
         width, height: inches; 72 units of the view box each.
     """
     import matplotlib
@@ -99,6 +101,20 @@ def to_svg(
             warnings.filterwarnings("ignore", message="Glyph .* missing from font")
             figure.savefig(file, format="svg", metadata=metadata)
     return _for_a_page(file.getvalue(), name, alt)
+
+
+def picture(
+    name: str,
+    title: str,
+    alt: str,
+    caption: str,
+    draw: Callable[[Figure], None],
+    *,
+    height: float,
+) -> Picture:
+    """A picture of what `draw` draws; `height` in inches."""
+    alt = plain(alt)
+    return Picture(name, title, to_svg(name, alt, draw, height=height), alt, plain(caption))
 
 
 def _for_a_page(document: bytes, name: str, alt: str) -> str:
@@ -124,13 +140,14 @@ def _for_a_page(document: bytes, name: str, alt: str) -> str:
                 continue
             element.set(plain_key, _attribute(value, names))
     _flatten(root)
+    _leave_out_the_invisible(root)
     view_box = root.get("viewBox", "")
     root.attrib.clear()
     root.attrib |= {
         "xmlns": _SVG,
         "viewBox": view_box,
         "role": "img",
-        "aria-label": plain(alt),
+        "aria-label": alt,
         "fill": "currentColor",
         # where matplotlib has a style sheet, which would reach the rest of the page
         "style": "font-family: system-ui, sans-serif; stroke-linejoin: round",
@@ -151,6 +168,18 @@ def _flatten(element: ElementTree.Element) -> None:
                 continue
             for number, inner in enumerate(list(child)):
                 element.insert(place + number, inner)
+
+
+def _leave_out_the_invisible(root: ElementTree.Element) -> None:
+    """Backgrounds without colour, and what changes nothing: a part of the file's size."""
+    for parent in root.iter():
+        for child in list(parent):
+            if child.tag == "path" and child.get("style") == "fill:none":
+                parent.remove(child)
+            elif child.tag == "text" and child.get("transform", "").startswith("rotate(-0 "):
+                del child.attrib["transform"]
+            elif child.tag == "path":
+                child.set("d", re.sub(r" ?([A-Za-z]) ?", r"\1", child.get("d", "")))
 
 
 def _draw_hatches(root: ElementTree.Element) -> None:
@@ -196,7 +225,8 @@ def _new_ids(root: ElementTree.Element, name: str) -> dict[str, str]:
 _REFERENCE = re.compile(r"url\(#([^)]*)\)")
 _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 _LONG_NUMBER = re.compile(r"-?\d+\.\d{3,}")
-_FONT_FAMILY = re.compile(r"font-family:[^;]*;\s*")
+# fonts are the page's, and mitred corners look the same as the root's round ones
+_NOT_NEEDED = re.compile(r"font-family:[^;]*;\s*|;\s*stroke-linejoin: miter")
 
 
 def _attribute(value: str, names: dict[str, str]) -> str:
@@ -204,7 +234,7 @@ def _attribute(value: str, names: dict[str, str]) -> str:
         return f"#{names[value[1:]]}"
     value = _REFERENCE.sub(lambda match: f"url(#{names[match[1]]})", value)
     value = _LONG_NUMBER.sub(lambda match: f"{float(match[0]):.2f}".rstrip("0").rstrip("."), value)
-    value = _FONT_FAMILY.sub("", value).replace(INK, "currentColor").strip()
+    value = _NOT_NEEDED.sub("", value).replace(INK, "currentColor").strip()
     return re.sub(r"\s*([;:]) +", r"\1", re.sub(r"  +", " ", value))
 
 

@@ -14,8 +14,8 @@ from flashdig.report.figures.style import (
     ORANGE,
     SMALL,
     bar_style,
+    picture,
     shortened,
-    to_svg,
 )
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def walk_picture(walk: Walk, name: str = NAME) -> Picture | Missing:
     def draw(figure: Figure) -> None:
         _draw(figure, shown)
 
-    return Picture(name, TITLE, to_svg(name, alt, draw, height=4.8), alt, caption)
+    return picture(name, TITLE, alt, caption, draw, height=4.8)
 
 
 def _queries(walk: Walk) -> dict[str, list[_Visit]]:

@@ -17,7 +17,7 @@ from flashdig.hardware.devices import Device
 from flashdig.problem import AttentionProblem
 from flashdig.report.figures.picture import Missing, Picture
 from flashdig.report.figures.rung_rows import Row, look_of, problem_of
-from flashdig.report.figures.style import INK, bar_style, light_grid, to_svg
+from flashdig.report.figures.style import INK, bar_style, light_grid, picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -103,8 +103,7 @@ def waves(rows: Sequence[Row], device: Device | None, name: str = NAME) -> Pictu
     def draw(figure: Figure) -> None:
         _draw(figure, runs, causal)
 
-    svg = to_svg(name, alt, draw, height=6.4 if causal else 4.6)
-    return Picture(name, TITLE, svg, alt, caption)
+    return picture(name, TITLE, alt, caption, draw, height=6.4 if causal else 4.6)
 
 
 def _run(generation: str, problem: AttentionProblem, device: Device, rungs: Sequence[Row]) -> _Run:
