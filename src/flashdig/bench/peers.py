@@ -226,14 +226,9 @@ class FlashAttention:
     def reason_against(self, cell: Cell, device_type: str) -> str | None:
         if device_type != "cuda":
             return "needs a CUDA device"
-        # finding a submodule imports its parent, which an unrelated package may also be called
-        top = self.module.partition(".")[0]
-        if importlib.util.find_spec(top) is None:
-            return f"{self.module} is not installed"
-        try:
-            importlib.import_module(self.module)
-        except ImportError as error:
-            return f"{self.module} cannot be imported: {error}"
+        problem = _import_problem(self.module)
+        if problem is not None:
+            return problem
         if cell.dtype not in HALF:
             return f"dtype must be {' or '.join(HALF)}"
         if cell.causal == "top-left":
@@ -267,6 +262,18 @@ class FlashAttention:
             return out
 
         return Prepared(attention, (inputs.q, inputs.k, inputs.v), inputs.dout)
+
+
+@functools.cache
+def _import_problem(module: str) -> str | None:
+    """Why a peer's module cannot be had; asked once, since a failing import can take seconds."""
+    if importlib.util.find_spec(module.partition(".")[0]) is None:
+        return f"{module} is not installed"
+    try:
+        importlib.import_module(module)
+    except Exception as error:  # a compiled extension for another torch raises anything
+        return f"{module} cannot be imported: {type(error).__name__}: {error}"
+    return None
 
 
 @dataclass(frozen=True)

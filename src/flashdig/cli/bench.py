@@ -169,7 +169,8 @@ def _bench(plan: Plan, against: str | None, output: Path | None, as_json: bool) 
     finally:  # what was measured before an error or an interruption is kept
         if output is not None and rows:
             keep(output, plan.suite.name, run, rows)
-    notes = _notes(plan, done)
+    left = len(plan.cells) - done
+    notes = [f"{left} of {len(plan.cells)} cells were not measured."] if left else []
     if as_json:
         _print_json(run, rows, against, notes)
     else:
@@ -185,16 +186,13 @@ def _bench(plan: Plan, against: str | None, output: Path | None, as_json: bool) 
         raise CommandError("; ".join(failures))
 
 
-def _notes(plan: Plan, done: int) -> list[str]:
-    left = len(plan.cells) - done
-    return [f"{left} of {len(plan.cells)} cells were not measured."] if left else []
-
-
 def _print_json(
     run: Run, rows: list[dict[str, Any]], against: str | None, notes: list[str]
 ) -> None:
     from flashdig.bench.standings import BEST, means, standings
+    from flashdig.report.bench_table import backward_note
 
+    note = backward_note(rows)
     found = standings(rows)
     compared = [BEST] if against is None else [against, BEST]
     ratios = [
@@ -216,6 +214,6 @@ def _print_json(
         "rows": rows,
         "ratios": ratios,
         "means": [dataclasses.asdict(mean) for mean in means(found, compared)],
-        "notes": notes,
+        "notes": [*notes, note] if note else notes,
     }
     print(json.dumps(content, indent=1))

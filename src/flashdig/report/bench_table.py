@@ -19,8 +19,9 @@ LEGEND = (
     "causal; windows, packed and unequal lengths: visible pairs alone. of peak: share of the "
     "tensor cores' rate at the clock that was seen. vs best: how many times as fast as the fastest "
     "peer ours is, median of the rounds' own ratios, [interval between their order statistics that "
-    "covers the median with at least 95 %]; * marks cells behind: the whole interval lies below 1. "
-    "memory: peak above the inputs, of the forward, or in the backward's table of forward and "
+    "covers the median with at least 95 %]; A/A: how much a repeated measurement of the same call "
+    "differs within a round, the larger of ours and the best peer's, median; * marks cells behind: "
+    "the whole interval lies below 1. memory: peak above the inputs, of the forward, or in the backward's table of forward and "
     "backward. Backward times are of the backward alone."
 )
 
@@ -42,8 +43,24 @@ def print_bench(rows: Sequence[Row], console: Console, against: str | None = Non
         console.print(line, highlight=False, markup=False, style="dim")
     for mean in means(found, [BEST] if against is None else [against, BEST]):
         console.print(mean_line(mean), highlight=False)
+    note = backward_note(rows)
+    if note is not None:
+        console.print(note, highlight=False, markup=False)
     if any("ms" in row for row in rows):
         console.print(LEGEND, highlight=False, markup=False, style="dim")
+
+
+FA3_BACKWARD = (
+    "FlashAttention-3's backward was not measured here. Published: 480 TFLOP/s for head_dim 256 on "
+    "an H200 (FlashAttention pull request 2889), about 540 to 565 for head_dim 128 on an H100."
+)
+
+
+def backward_note(rows: Sequence[Row]) -> str | None:
+    """What must be said where backward ratios stand without the peer that may be the fastest."""
+    timed = {row["backend"] for row in rows if row["pass"] == "backward" and "ms" in row}
+    on_gpu = any(row.get("clock") == "graph" for row in rows)
+    return FA3_BACKWARD if timed and on_gpu and "fa3" not in timed else None
 
 
 @dataclass(frozen=True)
@@ -100,6 +117,7 @@ def bench_table(found: Sequence[Standing], labels: Sequence[str], width: int) ->
         Column(_our_name(found), [_time(one.ours) for one in found], 1),
         Column("TFLOP/s", [_tflops(one.ours) for one in found], 2),
         Column("of peak", [_percent(one.ours) for one in found], 4),
+        Column("A/A", [_spread(one) for one in found], 3),
     ]
     for number, name in enumerate(peers):
         columns.append(Column(name, [_tflops(one.peers.get(name)) for one in found], 5 + number))
@@ -116,6 +134,14 @@ def memory_table(found: Sequence[Standing], labels: Sequence[str], width: int) -
     for number, name in enumerate(peers):
         columns.append(Column(name, [_memory(one.peers.get(name)) for one in found], 2 + number))
     return _table(columns, [None] * len(found), width)
+
+
+def _spread(one: Standing) -> str:
+    """The larger A/A spread of ours and the best peer: how far their ratio can be trusted."""
+    if one.ours is None or one.best is None or "ms" not in one.ours:
+        return "-"
+    spread = max(one.ours["aa_spread"], one.peers[one.best]["aa_spread"])
+    return f"{100 * spread:.1f} %"
 
 
 def _our_name(found: Sequence[Standing]) -> str:
