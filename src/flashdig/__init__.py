@@ -9,17 +9,25 @@ from typing import TYPE_CHECKING, Any
 from flashdig._version import __version__
 
 if TYPE_CHECKING:
-    from flashdig.api import attention, merge_partials
+    from flashdig.api import attention, attention_varlen, merge_partials
     from flashdig.problem import AttentionProblem, Mask
 
 _HOMES = {
     "attention": "flashdig.api",
+    "attention_varlen": "flashdig.api",
     "merge_partials": "flashdig.api",
     "AttentionProblem": "flashdig.problem",
     "Mask": "flashdig.problem",
 }
 
-__all__ = ["AttentionProblem", "Mask", "__version__", "attention", "merge_partials"]
+__all__ = [
+    "AttentionProblem",
+    "Mask",
+    "__version__",
+    "attention",
+    "attention_varlen",
+    "merge_partials",
+]
 
 
 def __getattr__(name: str) -> Any:

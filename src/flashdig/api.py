@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from flashdig import dispatch
-from flashdig.kernels.reference import merge_partials, reference_attention
-from flashdig.ops.attention import attention_op
+from flashdig.kernels.reference import merge_partials
+from flashdig.packing import Packing
 from flashdig.problem import Causal
-from flashdig.request import request_of
-from flashdig.validate import DenseCall, dense_call
+from flashdig.run import serve
+from flashdig.validate import Options, dense_call, packed_call
 
-__all__ = ["attention", "merge_partials"]
+__all__ = ["attention", "attention_varlen", "merge_partials"]
 
 
 def attention(
@@ -72,15 +69,11 @@ def attention(
     Raises:
         ValueError, TypeError: an argument is outside the above; the message names it.
     """
-    call = dense_call(
-        q,
-        k,
-        v,
+    options = Options(
         causal=causal,
         window=window,
         softmax_scale=softmax_scale,
         softcap=softcap,
-        bias=bias,
         alibi_slopes=alibi_slopes,
         sinks=sinks,
         dropout_p=dropout_p,
@@ -91,104 +84,85 @@ def attention(
         deterministic=deterministic,
         return_lse=return_lse,
     )
-    request = request_of(call, backend)
-    chosen = dispatch.choose(call.problem, request, backend)
-    out, lse = _RUN[chosen.name](call, chosen.name)
+    out, lse = serve(dense_call(q, k, v, bias, options), backend)
     return (out, lse) if return_lse else out
 
 
-def _run_fused_cpu(call: DenseCall, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
-    # torch's kernel wants unit strides in head_dim, and refuses others
-    q, k, v = (
-        (x if x.stride(3) == 1 else x.contiguous()).transpose(1, 2)
-        for x in (call.q, call.k, call.v)
+def attention_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    *,
+    seqused_q: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    page_table: torch.Tensor | None = None,
+    causal: Causal = False,
+    window: tuple[int | None, int | None] | None = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    deterministic: bool = False,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Exact attention of sequences of different lengths, packed one behind the other.
+
+    Each sequence is attended to as `attention` would attend to it alone: masks, ALiBi and dropout
+    go by its own lengths and positions. Sequences may be empty, and rows may belong to none.
+
+    Args:
+        q: (total_q, num_heads, head_dim); dtypes as in `attention`.
+        k: (total_k, num_heads_kv, head_dim), or with `page_table`
+            (num_pages, page_size, num_heads_kv, head_dim).
+        v: (total_k, num_heads_kv, head_dim_v), or (num_pages, page_size, num_heads_kv, head_dim_v).
+        cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32: sequence b has rows cu_seqlens[b] to
+            cu_seqlens[b + 1], exclusive. With `page_table` only the lengths of `cu_seqlens_k`
+            count.
+        max_seqlen_q, max_seqlen_k: longest lengths. Not needed: nothing is scheduled by them.
+        seqused_q, seqused_k: (batch,) int32: how many rows at the start of each sequence count;
+            default all.
+        page_table: (batch, max_pages) int32 page numbers: the keys of a sequence are its pages in
+            order.
+        The other keywords are those of `attention`; there is no bias. `alibi_slopes` is
+            (num_heads,) or (batch, num_heads); descale factors are (batch, num_heads_kv).
+
+    Returns:
+        out (total_q, num_heads, head_dim_v), 0 in rows that see no key and in rows of no sequence;
+        with `return_lse` also lse (num_heads, total_q), natural logarithm, float32 (float64 for
+        float64), -inf there. Both are differentiable.
+
+    Raises:
+        ValueError, TypeError: an argument is outside the above; the message names it. Values of
+            cu_seqlens, seqused, max_seqlen and page_table are checked on the CPU; on a GPU they
+            are clamped, and checked only when the environment variable FLASHDIG_CHECK is 1, at the
+            price of a synchronisation.
+    """
+    options = Options(
+        causal=causal,
+        window=window,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        dropout_p=dropout_p,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        out_dtype=out_dtype,
+        deterministic=deterministic,
+        return_lse=return_lse,
     )
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        out = F.scaled_dot_product_attention(
-            q, k, v, is_causal=call.problem.causal, scale=call.softmax_scale
-        )
-    return out.transpose(1, 2), out.new_empty(0)
-
-
-def _run_operator(call: DenseCall, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
-    q, k, v = _dequantised(call)
-    mask = call.problem.mask
-    return attention_op(
-        q,
-        k,
-        v,
-        call.bias,
-        call.alibi_slopes,
-        call.sinks,
-        _draw_seed(call),
-        None,
-        None,
-        None,
-        None,
-        call.softmax_scale,
-        call.problem.softcap,
-        call.dropout_p,
-        -1 if mask.window_left is None else mask.window_left,
-        -1 if mask.window_right is None else mask.window_right,
-        mask.alignment == "top-left",
-        call.problem.allow_tf32,
-        call.out_dtype,
-        backend,
-    )
-
-
-def _run_reference(call: DenseCall, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
-    mask = call.problem.mask
-    precision = torch.float64 if call.q.dtype == torch.float64 else torch.float32
-    causal: Causal = "top-left" if mask.alignment == "top-left" else False
-    seed = _draw_seed(call)
-    out, lse = reference_attention(
-        call.q,
-        call.k,
-        call.v,
-        causal=causal or mask.is_causal,
-        window=(mask.window_left, mask.window_right),
-        softmax_scale=call.softmax_scale,
-        softcap=call.problem.softcap,
-        bias=call.bias,
-        alibi_slopes=call.alibi_slopes,
-        sinks=call.sinks,
-        dropout_p=call.dropout_p,
-        dropout_seed=0 if seed is None else int(seed),
-        q_descale=call.q_descale,
-        k_descale=call.k_descale,
-        v_descale=call.v_descale,
-        precision=precision,
-    )
-    return out.to(call.out_dtype), lse
-
-
-_RUN = {
-    "fused_cpu": _run_fused_cpu,
-    "triton": _run_operator,
-    "tiled": _run_operator,
-    "reference": _run_reference,
-}
-
-
-def _dequantised(call: DenseCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q, k and v in a dtype that plain torch computes in, with their descale factors applied."""
-    group_size = call.problem.group_size
-    return (
-        _plain(call.q, call.q_descale, group_size),
-        _plain(call.k, call.k_descale, 1),
-        _plain(call.v, call.v_descale, 1),
-    )
-
-
-def _plain(x: torch.Tensor, descale: torch.Tensor | None, heads_per_factor: int) -> torch.Tensor:
-    if descale is not None:
-        return x.float() * descale.repeat_interleave(heads_per_factor, dim=1)[:, None, :, None]
-    return x.float() if x.element_size() == 1 else x
-
-
-def _draw_seed(call: DenseCall) -> torch.Tensor | None:
-    """A Philox key, (1,) int64, from the device's default generator; None without dropout."""
-    if call.dropout_p == 0.0:
-        return None
-    return torch.randint(2**63 - 1, (1,), device=call.q.device)
+    packing = Packing(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table)
+    call = packed_call(q, k, v, packing, max_seqlen_q, max_seqlen_k, options)
+    out, lse = serve(call, backend)
+    return (out, lse) if return_lse else out

@@ -216,7 +216,7 @@ def _dense_backward(
     lse: torch.Tensor,
     terms: Terms,
     want_bias: bool,
-) -> Gradients:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """dq, dk, dv, dbias and dsinks in the dtype of the computation, laid out as the inputs."""
     tiles = Tiles(q, k, v, bias, alibi_slopes, terms)
     dq, dk, dv, dbias, dsinks = walk_backward(

@@ -1,0 +1,194 @@
+"""From a checked call to its results: what dispatch must know, the choice, the run."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from flashdig.dispatch import Request, choose
+from flashdig.kernels.reference import (
+    reference_attention,
+    reference_attention_varlen,
+    rows_in_use,
+    sequence_offsets,
+)
+from flashdig.ops.attention import attention_op
+from flashdig.problem import Causal
+from flashdig.validate import Call
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+Results = tuple[torch.Tensor, torch.Tensor]
+
+
+def serve(call: Call, backend: str) -> Results:
+    """out and lse by the backend of that name, or the one that "auto" chooses.
+
+    Raises ValueError when `backend` is unknown or cannot serve the call; it says why. The lse of
+    "fused_cpu" is empty: it only serves calls that want none.
+    """
+    chosen = choose(call.problem, request_of(call, backend), backend)
+    return _RUN[chosen.name](call, chosen.name)
+
+
+def request_of(call: Call, backend: str) -> Request:
+    """The request of a call to `backend` (a name or "auto")."""
+    device = call.q.device
+    return Request(
+        device_type=device.type,
+        compute_capability=_capability(device.index) if device.type == "cuda" else None,
+        triton=HAS_TRITON,
+        interpreter=backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1",
+        return_lse=call.return_lse,
+        descale=any(x is not None for x in (call.q_descale, call.k_descale, call.v_descale)),
+        paged=call.packing is not None and call.packing.page_table is not None,
+        out_dtype=str(call.out_dtype).removeprefix("torch."),
+    )
+
+
+@functools.cache
+def _capability(device: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+def _run_fused_cpu(call: Call, backend: str) -> Results:
+    q, k, v = (x.transpose(1, 2) for x in (call.q, call.k, call.v))
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        out = F.scaled_dot_product_attention(
+            q, k, v, is_causal=call.problem.causal, scale=call.softmax_scale
+        )
+    return out.transpose(1, 2), out.new_empty(0)
+
+
+def _run_operator(call: Call, backend: str) -> Results:
+    q, k, v = call.q, call.k, call.v
+    packing = call.packing
+    if packing is None:
+        lengths: tuple[torch.Tensor | None, ...] = (None,) * 4
+        rows_q = rows_k = None
+    else:
+        cu_seqlens_k, seqused_k = packing.cu_seqlens_k, packing.seqused_k
+        if packing.page_table is not None:
+            k, v, cu_seqlens_k = _gather_pages(call, packing.page_table)
+            seqused_k = None
+        lengths = (packing.cu_seqlens_q, cu_seqlens_k, packing.seqused_q, seqused_k)
+        rows_q, rows_k = packing.cu_seqlens_q, cu_seqlens_k
+    mask = call.problem.mask
+    return attention_op(
+        _plain(q, call.q_descale, call.problem.group_size, rows_q),
+        _plain(k, call.k_descale, 1, rows_k),
+        _plain(v, call.v_descale, 1, rows_k),
+        call.bias,
+        call.alibi_slopes,
+        call.sinks,
+        _draw_seed(call),
+        *lengths,
+        call.softmax_scale,
+        call.problem.softcap,
+        call.dropout_p,
+        -1 if mask.window_left is None else mask.window_left,
+        -1 if mask.window_right is None else mask.window_right,
+        mask.alignment == "top-left",
+        call.problem.allow_tf32,
+        call.out_dtype,
+        backend,
+    )
+
+
+def _run_reference(call: Call, backend: str) -> Results:
+    mask = call.problem.mask
+    seed = _draw_seed(call)
+    causal: Causal = "top-left" if mask.alignment == "top-left" else False
+    options: dict[str, Any] = {
+        "causal": causal or mask.is_causal,
+        "window": (mask.window_left, mask.window_right),
+        "softmax_scale": call.softmax_scale,
+        "softcap": call.problem.softcap,
+        "alibi_slopes": call.alibi_slopes,
+        "sinks": call.sinks,
+        "dropout_p": call.dropout_p,
+        "dropout_seed": 0 if seed is None else int(seed),
+        "q_descale": call.q_descale,
+        "k_descale": call.k_descale,
+        "v_descale": call.v_descale,
+        "precision": torch.float64 if call.q.dtype == torch.float64 else torch.float32,
+    }
+    if call.packing is None:
+        out, lse = reference_attention(call.q, call.k, call.v, bias=call.bias, **options)
+    else:
+        where = vars(call.packing)
+        out, lse = reference_attention_varlen(call.q, call.k, call.v, **where, **options)
+    return out.to(call.out_dtype), lse
+
+
+_RUN = {
+    "fused_cpu": _run_fused_cpu,
+    "triton": _run_operator,
+    "tiled": _run_operator,
+    "reference": _run_reference,
+}
+
+
+def _plain(
+    x: torch.Tensor,
+    descale: torch.Tensor | None,
+    heads_per_factor: int,
+    cu_seqlens: torch.Tensor | None,
+) -> torch.Tensor:
+    """x in a dtype that plain torch computes in, with its descale factors applied."""
+    if descale is None:
+        return x.float() if x.element_size() == 1 else x
+    factors = descale.repeat_interleave(heads_per_factor, dim=1)[..., None]  # (batch, heads, 1)
+    if cu_seqlens is None:
+        return x.float() * factors[:, None]
+    if factors.shape[0] == 0:
+        return x.float()
+    # rows outside every sequence take a neighbour's factor: nobody reads them
+    row = torch.arange(x.shape[0], device=x.device)
+    sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), row, right=True)
+    return x.float() * factors[sequence.clamp(max=factors.shape[0] - 1)]
+
+
+def _gather_pages(
+    call: Call, page_table: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """k and v of the pages as packed sequences, and their cu_seqlens_k; lengths are read back.
+
+    Where k or v takes a gradient they are float32 (or float64), in which the gradients of a page
+    that several sequences share add up.
+    """
+    assert call.packing is not None
+    starts = sequence_offsets(call.packing.cu_seqlens_k, None)
+    num_pages, page_size = call.k.shape[0], max(call.k.shape[1], 1)
+    capacity = page_table.shape[1] * call.k.shape[1] if num_pages else 0
+    parts, offsets = [], [0]
+    for b in range(len(starts) - 1):
+        keys = rows_in_use(starts[b], starts[b + 1], call.packing.seqused_k, b)
+        position = torch.arange(min(keys.stop - keys.start, capacity), device=call.k.device)
+        pages = page_table[b].long().clamp(0, max(num_pages - 1, 0))
+        parts.append(
+            pages[position // max(page_size, 1)] * page_size + position % max(page_size, 1)
+        )
+        offsets.append(offsets[-1] + len(position))
+    rows = torch.cat(parts) if parts else torch.empty(0, dtype=torch.long, device=call.k.device)
+    k, v = (
+        (x.float() if x.requires_grad and x.dtype != torch.float64 else x)
+        .flatten(0, 1)
+        .index_select(0, rows)
+        for x in (call.k, call.v)
+    )
+    cu_seqlens_k = torch.tensor(offsets, dtype=torch.int32, device=call.k.device)
+    return k, v, cu_seqlens_k
+
+
+def _draw_seed(call: Call) -> torch.Tensor | None:
+    """A Philox key, (1,) int64, from the device's default generator; None without dropout."""
+    if call.dropout_p == 0.0:
+        return None
+    return torch.randint(2**63 - 1, (1,), device=call.q.device)
