@@ -177,6 +177,28 @@ def test_what_was_measured_before_the_end_is_kept(
     assert len(read_record(record).rows) == 4
 
 
+def test_a_terminated_run_keeps_its_cells(tiny, tmp_path) -> None:
+    record = tmp_path / "tiny.json"
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "CUDA_VISIBLE_DEVICES": ""}
+    arguments = ["bench", tiny, "--output", str(record)]
+    code = (
+        "import os, signal, sys; from flashdig.bench import run_suite as module\n"
+        "whole = module.run_suite\n"
+        "def stopped(*arguments, **options):\n"
+        "    yield next(whole(*arguments, **options))\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    raise AssertionError('went on')\n"
+        "module.run_suite = stopped\n"
+        f"from flashdig.cli import main; main({arguments!r})"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment
+    )
+    assert done.returncode == 1, done.stderr
+    assert "interrupted" in done.stderr
+    assert len(read_record(record).rows) == 4
+
+
 def test_an_unexpected_error_keeps_the_rows_too(tiny, tmp_path, monkeypatch) -> None:
     record = tmp_path / "tiny.json"
     error = RuntimeError("a bug")

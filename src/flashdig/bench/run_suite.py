@@ -158,11 +158,16 @@ def measure_cell(plan: Plan, cell: Cell, device: str, progress: Progress) -> lis
     for direction in passes:
         if "time" in plan.suite.measure:
             of_pass = [one for one in found if one.direction == direction]
-            _time(of_pass, prepared, plan.rounds_of(cell), plan.suite.target_ms, device, progress)
+            say = _prefixed(progress, f"{cell.title}, {direction}: ")
+            _time(of_pass, prepared, plan.rounds_of(cell), plan.suite.target_ms, device, say)
             _require_device(device, f"timing {cell.title}, {direction}")
     del prepared, inputs
     _free(device)
     return found
+
+
+def _prefixed(progress: Progress, prefix: str) -> Progress:
+    return lambda text: progress(prefix + text)
 
 
 def _checked(
@@ -208,8 +213,9 @@ def _run_poisoned(call: Call, inputs: CellInputs) -> tuple[Any, int | None]:
     import torch
 
     call()  # compiles, and makes what is made once
-    largest = max(inputs.q.numel(), inputs.k.numel(), inputs.v.numel())
-    poison(largest * inputs.q.element_size(), inputs.q.device)
+    # else the blocks that come next hold the first call's right results
+    torch.cuda.empty_cache()
+    poison(2 * sum(x.nbytes for x in (inputs.q, inputs.k, inputs.v)), inputs.q.device)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -234,13 +240,12 @@ def _time(
     for name, one in ready.items():
         of_it = prepared[name]
         calls[name] = of_it.forward() if one.direction == "forward" else of_it.backward()
-    direction = found[0].direction
     timings = time_rotated(
         calls,
         rounds=rounds,
         target_ms=target_ms,
         clock="graph" if device == "cuda" else "host",
-        progress=lambda text: progress(f"{direction}: {text}"),
+        progress=progress,
     )
     for name, timing in timings.items():
         if isinstance(timing, TimingFailure):

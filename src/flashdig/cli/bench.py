@@ -140,7 +140,12 @@ def _bench(plan: Plan, against: str | None, output: Path | None, as_json: bool) 
     from flashdig.bench.environment import collect, revision
     from flashdig.bench.results import new_run
     from flashdig.bench.run_suite import DeviceLostError, run_suite
-    from flashdig.cli.record_output import keep, progress_bar, require_writable
+    from flashdig.cli.record_output import (
+        keep,
+        progress_bar,
+        require_writable,
+        terminated_as_interrupted,
+    )
     from flashdig.report.bench_table import print_bench
 
     if output is not None:
@@ -152,6 +157,7 @@ def _bench(plan: Plan, against: str | None, output: Path | None, as_json: bool) 
     done, stopped = 0, None
     try:
         with (
+            terminated_as_interrupted(),
             warnings.catch_warnings(),
             progress_bar("measuring", len(plan.cells), quiet=as_json) as (say, one_done),
         ):

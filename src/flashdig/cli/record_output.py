@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -43,6 +44,17 @@ def keep(output: Path, suite: str, run: Run, rows: list[dict[str, Any]]) -> None
         append_run(output, suite, run, rows)
     except RecordError as error:
         raise UnreadableInputError(f"--output: {error}") from error
+
+
+@contextmanager
+def terminated_as_interrupted() -> Iterator[None]:
+    """While it is entered, SIGTERM (a batch system's time limit) raises KeyboardInterrupt, so that
+    what was measured is kept as after Ctrl-C."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager
