@@ -214,10 +214,10 @@ def read_record(path: Path) -> Record:
         raise UnreadableRecordError(f"{path} is not UTF-8 text: {error.reason}") from error
     try:
         return _record_from(json.loads(text, object_pairs_hook=_object_without_repeats))
-    except json.JSONDecodeError as error:
-        raise UnreadableRecordError(f"{path} is not JSON: {error}") from error
     except RecordError as error:
         raise UnreadableRecordError(f"{path}: {error}") from error
+    except (ValueError, RecursionError) as error:  # also numbers and nesting beyond Python's limits
+        raise UnreadableRecordError(f"{path} is not JSON: {error}") from error
 
 
 def _object_without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -6,18 +6,16 @@ import dataclasses
 import json
 import shlex
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flashdig.cli.dig_page import PageRequest, show_record, write_live_page
 from flashdig.cli.errors import CommandError, UnreadableInputError, UsageError
 from flashdig.cli.sizes import parse_size
 
 if TYPE_CHECKING:
-    from flashdig.bench.results import Run
     from flashdig.generations.expedition import Request
 
 GPU_DEFAULTS = {"batch": 4, "heads": 16, "seqlen": 4096, "head_dim": 128, "dtype": "bfloat16"}
@@ -70,12 +68,47 @@ def command(
     walk: Annotated[
         bool, typer.Option("--walk", help="Walk through the algorithm on small numbers instead.")
     ] = False,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write one offline page of what was found.")
+    ] = None,
+    problem: Annotated[
+        str | None,
+        typer.Option(help="With --html or --from: the main problem, by a part of its title."),
+    ] = None,
+    record: Annotated[
+        Path | None,
+        typer.Option("--from", metavar="RECORD", help="Show this record; nothing is run."),
+    ] = None,
+    run_id: Annotated[
+        str | None, typer.Option("--run", metavar="ID", help="With --from: only this run.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, nothing else.")] = False,
 ) -> None:
     """Run the ladder of attention generations and say why each rung is faster."""
     if walk:
+        if html is not None or record is not None:
+            raise UsageError("--walk prints the walk alone; the page of a dig holds it as well")
         _walk(as_json)
         return
+    if record is not None:
+        asked: dict[str, object | None] = {
+            "--preset": preset,
+            "--input": input_file,
+            "--text": text,
+            "--output": output,
+        }
+        asked |= {"--rungs": rungs, "--batch": batch, "--heads": heads, "--heads-kv": heads_kv}
+        asked |= {"--seqlen": seqlen, "--head-dim": head_dim, "--dtype": dtype}
+        asked |= {"--causal": causal or None, "--steps": steps or None}
+        given = [name for name, value in asked.items() if value is not None]
+        if given:
+            raise UsageError(f"--from runs nothing: {', '.join(given)} cannot be given")
+        show_record(record, run_id, problem, html, as_json)
+        return
+    if run_id is not None:
+        raise UsageError("--run goes with --from")
+    if problem is not None and html is None:
+        raise UsageError("--problem goes with --html or --from")
     sizes = {
         "batch": batch,
         "heads": heads,
@@ -95,7 +128,8 @@ def command(
             generation(name)
     except ValueError as error:
         raise UsageError(f"--rungs: {error}") from error
-    _dig(request, names, rounds, steps, output, as_json)
+    page = None if html is None else PageRequest(html, problem)
+    _dig(request, names, rounds, steps, output, page, as_json)
 
 
 def _dig(
@@ -104,24 +138,26 @@ def _dig(
     rounds: int,
     steps: bool,
     output: Path | None,
+    page: PageRequest | None,
     as_json: bool,
 ) -> None:
     from rich.console import Console
 
     from flashdig.bench.environment import collect, revision
     from flashdig.bench.results import new_run
+    from flashdig.cli.record_output import keep, progress_bar, require_writable
     from flashdig.generations.expedition import expedition
     from flashdig.report.dig_table import legend, print_ladder
 
     if output is not None:
-        _require_writable(output)
+        require_writable(output)
     console = Console()
     command_line = shlex.join(["flashdig", *sys.argv[1:]])
     run = new_run(command_line, collect(), revision())
     rows: list[dict[str, Any]] = []
     notes: list[str] = []
     try:
-        with _progress(len(request.sites), quiet=as_json) as (say, one_done):
+        with progress_bar("digging", len(request.sites), quiet=as_json) as (say, one_done):
             for cell_rows, cell_notes in expedition(
                 request, names, run.run_id, rounds=rounds, steps=steps, progress=say
             ):
@@ -132,7 +168,7 @@ def _dig(
                     print_ladder(cell_rows, console)
     finally:  # what was measured before an error or an interruption is kept
         if output is not None and rows:
-            _keep(output, run, rows)
+            keep(output, "dig", run, rows)
     if as_json:
         fields = dataclasses.asdict(run)
         print(json.dumps({"run": fields, "rows": rows, "notes": notes}, indent=1))
@@ -141,20 +177,15 @@ def _dig(
             console.print(note, style="dim", highlight=False)
         if output is not None:
             console.print(f"Recorded in {output}.")
+    if page is not None:
+        with progress_bar("the page", 1, quiet=as_json) as (say, _):
+            write_live_page(page, run, rows, notes, say)
+        if not as_json:
+            console.print(f"page written: {page.path}", markup=False, highlight=False)
     failed = [row for row in rows if row["gate"] != "ok" and not row["gate"].startswith("not run")]
     if failed:
         names_of = ", ".join(dict.fromkeys(row["name"] for row in failed))
         raise CommandError(f"wrong results: {names_of}")
-
-
-def _keep(output: Path, run: Run, rows: list[dict[str, Any]]) -> None:
-    from flashdig.bench.results import append_run
-    from flashdig.bench.rows import RecordError
-
-    try:
-        append_run(output, "dig", run, rows)
-    except RecordError as error:
-        raise UnreadableInputError(f"--output: {error}") from error
 
 
 def _request(
@@ -206,56 +237,6 @@ def _check_one_source(
     given_sizes = [f"--{n.replace('_', '-')}" for n, value in sizes.items() if value is not None]
     if given and given_sizes:
         raise UsageError(f"{given[0]} decides the sizes; {', '.join(given_sizes)} cannot be given")
-
-
-def _require_writable(output: Path) -> None:
-    """Find out before the work, not after it, that the run cannot be kept."""
-    from flashdig.bench.results import read_record
-    from flashdig.bench.rows import RecordError
-
-    if output.is_dir():
-        raise UsageError(f"--output: {output} is a folder")
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        with output.open("a"):
-            pass
-        if output.stat().st_size == 0:
-            output.unlink()
-            return
-        read_record(output)
-    except OSError as error:
-        raise UsageError(f"--output: cannot write {output}: {error.strerror}") from error
-    except RecordError as error:
-        raise UnreadableInputError(f"--output: {error}") from error
-
-
-@contextmanager
-def _progress(
-    problems: int, *, quiet: bool
-) -> Iterator[tuple[Callable[[str], None], Callable[[], None]]]:
-    """A bar over the problems on standard error: say what is being done, and that one is done."""
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        SpinnerColumn,
-        TextColumn,
-        TimeElapsedColumn,
-    )
-
-    if quiet:
-        yield lambda _: None, lambda: None
-        return
-    columns = [SpinnerColumn(), TimeElapsedColumn(), TextColumn("{task.description}")]
-    if problems > 1:
-        columns[1:1] = [BarColumn(bar_width=20), MofNCompleteColumn()]
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("digging", total=problems)
-        yield (
-            lambda text: bar.update(task, description=text),
-            lambda: bar.advance(task),
-        )
 
 
 def _walk(as_json: bool) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flashdig.cli.errors import CommandError, UnreadableInputError, UsageError
+from flashdig.cli.page_file import write_page
 
 if TYPE_CHECKING:
     from flashdig.readers.compare import Comparison
@@ -171,17 +172,7 @@ def _write_page(
 ) -> None:
     from flashdig.report.trace_page import render_trace_page
 
-    page = render_trace_page(traces, summaries, comparison)
-    target = Path(path)
-    partial = target.with_name(target.name + ".partial")
-    try:
-        # whole or not at all: an interrupted run leaves no half-written page
-        partial.write_text(page, encoding="utf-8")
-        partial.replace(target)
-    except OSError as error:
-        raise UsageError(f"--html {path}: {error.strerror or error}") from error
-    finally:
-        partial.unlink(missing_ok=True)
+    write_page(Path(path), render_trace_page(traces, summaries, comparison))
 
 
 def _read(files: list[str], allow_large: bool) -> list[Trace]:
