@@ -111,6 +111,7 @@ def _draw(figure: Figure, dots: Sequence[_Dot], bound: float | None) -> None:
         axes.plot(
             at,
             place,
+            linestyle="none",
             marker=look.marker,
             markersize=9.0,
             markerfacecolor=look.colour if dot.passed else "none",

@@ -57,7 +57,7 @@ class _Point:
 
 @dataclass(frozen=True)
 class _Roofs:
-    """Bytes/s or FLOP/s of each roof, at the clock of the fastest rung."""
+    """Bytes/s or FLOP/s of each roof, at the highest SM clock seen in the run."""
 
     memory: float
     shared: float
@@ -81,7 +81,8 @@ def roofline(rows: Sequence[Row], device: Device | None, name: str = NAME) -> Pi
         return Missing(name, TITLE, "No rung passed the gate with a known guess of its bytes.")
     problem = problem_of(rungs[0])
     clocks = [row["sm_clock_mhz"] for row in rungs if row.get("sm_clock_mhz")]
-    roofs = _roofs(problem, device, max(clocks) * 1e6 if clocks else device.highest_clock_hz)
+    clock_hz = max(clocks) * 1e6 if clocks else device.highest_clock_hz
+    roofs = _roofs(problem, device, clock_hz)
     alt = _alt(points, roofs, device)
 
     def draw(figure: Figure) -> None:
@@ -96,7 +97,7 @@ def roofline(rows: Sequence[Row], device: Device | None, name: str = NAME) -> Pi
     caption += (
         "A point far below the memory line is held back by something else; the shared-memory line "
         "is for operands that come from there. One exponential for each visible pair makes the "
-        f"third roof. Roofs: specified peaks of {device.name}."
+        f"third roof. Roofs: specified peaks of {device.name} at {clock_hz / 1e9:.3g} GHz."
     )
     return picture(name, TITLE, alt, caption, draw, height=5.6)
 
@@ -281,6 +282,7 @@ def _name_points(axes: Axes, points: Sequence[_Point], bottom: float, ceiling: f
         axes.plot(
             1.03,
             place,
+            linestyle="none",
             marker=look.marker,
             markersize=7.0,
             markerfacecolor=look.colour,

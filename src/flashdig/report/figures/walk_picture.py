@@ -149,7 +149,7 @@ def _draw_scores(axes: Axes, visits: Sequence[_Visit]) -> None:
             key += 1
         ends = [first - 0.45, key - 0.55]
         axes.plot(ends, [visit.row_max] * 2, color=INK, linewidth=1.8)
-        axes.plot(sum(ends) / 2, visit.row_max, color=INK, marker="o", markersize=4)
+        axes.plot(sum(ends) / 2, visit.row_max, "o", color=INK, markersize=4)
         axes.annotate(
             f"{visit.row_max:.3g}",
             (sum(ends) / 2, visit.row_max),
