@@ -1,6 +1,7 @@
 """`flashdig sass` from exhibit to card, with the compiler."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -43,3 +44,116 @@ def test_what_the_compiler_refuses_is_a_row(capsys) -> None:
         assert [card["subject"] for card in found["cards"]] == shown
         (failure,) = found["failures"]
         assert "out of resource: shared memory" in failure["error"]
+
+
+KERNELS = Path(__file__).with_name("sample_kernels.py")
+
+
+def cards(capsys, *arguments: str) -> tuple[list, list]:
+    _, out = run(capsys, *arguments, "--json")
+    found = json.loads(out)
+    return found["cards"], found["failures"]
+
+
+def test_a_kernel_of_a_file_by_its_defaults(capsys) -> None:
+    options = ("--arch", "sm_80,sm_90", "--signature", "*fp16,*fp16,*fp32")
+    found, failures = cards(capsys, f"{KERNELS}:gemm", *options)
+    assert failures == []
+    assert [card["arch"] for card in found] == ["sm_80", "sm_90"]
+    for card, family in zip(found, ("HMMA", "HGMMA"), strict=True):
+        assert card["kernel"] == "gemm"
+        assert card["threads"] == 128
+        assert card["loop"][family] > 0
+        assert card["gemms"] is None  # no exponential: this is no attention
+        assert card["ptxas"]["registers"] == card["registers"]
+        assert card["note"] == (
+            "taken for granted: bias_ptr=None (its default), BLOCK_K=64 (first autotune "
+            "configuration), num_warps=4 (first autotune configuration), num_stages=2 (first "
+            "autotune configuration)"
+        )
+
+
+def test_serialised_products_are_seen(capsys) -> None:
+    options = ("--arch", "sm_90", "--signature", "*fp16,*fp16,*fp32")
+    large = ("--constant", "BLOCK_M=128", "--constant", "BLOCK_N=256")
+    ((card,), _) = cards(capsys, f"{KERNELS}:gemm", *options, *large)
+    (warning,) = card["ptxas"]["warnings"]
+    assert "wgmma.mma_async instructions are serialized" in warning
+    assert card["spill_bytes"] > 0
+    assert f"warning of ptxas: {warning}" in card["sentences"]
+
+
+def test_a_module_a_word_and_gluon(capsys) -> None:
+    module = "tests.compile.sample_kernels"
+    options = ("--arch", "sm_90", "--signature", "*fp32,n=i32:16")
+    constants = ("--constant", "BLOCK=128", "--constant", "MODE=double", "--num-warps", "2")
+    ((card,), _) = cards(capsys, f"{module}:scale", *options, *constants)
+    assert (card["kernel"], card["threads"], card["note"]) == ("scale", 64, "")
+    layout = "layout=gl.BlockedLayout([1], [32], [4], [0])"
+    options = ("--arch", "sm_90", "--signature", "*fp32,*fp32", "--constant", layout)
+    ((card,), _) = cards(capsys, f"{module}:copy", *options)
+    assert (card["kernel"], card["threads"]) == ("copy", 128)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "arguments", "error"),
+    [
+        (
+            "gemm",
+            ("--signature", "*fp16"),
+            "gemm(a_ptr, b_ptr, c_ptr, k, bias_ptr, BLOCK_M, BLOCK_N, BLOCK_K): "
+            "no type in --signature for b_ptr, c_ptr",
+        ),
+        ("scale", ("--signature", "*fp32,i32"), "no --constant for BLOCK, MODE"),
+        (
+            "scale",
+            ("--signature", "*fp32,i32,i32", "--constant", "BLOCK=8", "--constant", "MODE=0"),
+            "--signature has 3 types in order for 2 arguments",
+        ),
+        ("scale", ("--constant", "BLOK=8"), "scale has no parameter 'BLOK'; it has x_ptr, n"),
+        ("scal", (), "scal: no such name in tests.compile.sample_kernels; nearest: scale"),
+        ("plain_function", (), "plain_function: not a Triton or Gluon kernel"),
+        (
+            "scale",
+            ("--signature", "*fp32,i32", "--constant", "BLOCK=7", "--constant", "MODE=0"),
+            "arange's range must be a power of 2",
+        ),
+        (
+            "scale",
+            ("--signature", "*fp32,i32", "--constant", "BLOCK=x+1", "--constant", "MODE=0"),
+            "constant BLOCK: 'x+1' has no value here: name 'x' is not defined",
+        ),
+    ],
+)
+def test_what_is_missing_or_wrong_is_named(kernel, arguments, error, capsys) -> None:
+    code, out = run(capsys, f"{KERNELS}:{kernel}", *arguments, "--arch", "sm_90", "--json")
+    (failure,) = json.loads(out)["failures"]
+    assert code == 1
+    assert error in failure["error"]
+    assert "\n" not in failure["error"]
+
+
+def test_a_compilation_ends_in_time(capsys, tmp_path) -> None:
+    slow = tmp_path / "slow.py"
+    slow.write_text("import time\ntime.sleep(60)\n")
+    code, out = run(capsys, f"{slow}:kernel", "--arch", "sm_90", "--timeout", "2", "--json")
+    (failure,) = json.loads(out)["failures"]
+    assert (code, failure["error"]) == (1, "compiling took more than 2 s")
+
+
+def test_a_cache_folder_becomes_cards(capsys, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    compiled, _ = cards(capsys, "v2", "--arch", "sm_80,sm_90")
+    torn = next(path for path in tmp_path.rglob("*.cubin"))
+    found, failures = cards(capsys, str(tmp_path))
+    for one, other in zip(compiled, found, strict=True):
+        assert other["subject"] == other["kernel"]
+        assert {**one, "subject": other["subject"]} == other
+    assert failures == []
+    ((card,), _) = cards(capsys, str(tmp_path), "--arch", "sm_90", "--match", "FLASH_FWD")
+    assert card["arch"] == "sm_90"
+    torn.write_text("torn")
+    found, (failure,) = cards(capsys, str(tmp_path))
+    assert len(found) == 1
+    assert failure["subject"] == str(torn)
+    assert failure["error"].startswith("cuobjdump")

@@ -60,6 +60,7 @@ class Compiled:
         opcodes: instruction with its modifiers ("HMMA.16816.F32") -> times in the code.
         order: instructions without modifiers, as they stand in the code.
         listing: nvdisasm's text of the code, for `sass.parse_sass`.
+        ptx, options: what ptxas was given: the code, and Triton's metadata for `ptxas.run_ptxas`.
     """
 
     name: str
@@ -73,6 +74,8 @@ class Compiled:
     opcodes: Mapping[str, int]
     order: tuple[str, ...]
     listing: str = ""
+    ptx: str = ""
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def spill_bytes(self) -> int:
@@ -126,13 +129,23 @@ def compile_exhibits(
         if code:
             raise OfflineError(_failure(requests, folder, code))
         found = json.loads(Path(folder, "compiled.json").read_text())
-    return [[_compiled(kernel) for kernel in kernels] for kernels in found]
+    return [[compiled_from(kernel) for kernel in kernels] for kernels in found]
 
 
 def request_from(written: Mapping[str, Any]) -> Request:
     """A request from what `compile_exhibits` wrote."""
     fields = {**written["problem"], "mask": Mask(**written["problem"]["mask"])}
     return Request(written["exhibit"], AttentionProblem(**fields), written["arch"])
+
+
+def compiled_from(kernel: Mapping[str, Any]) -> Compiled:
+    """A kernel from what a worker wrote."""
+    return Compiled(**{**kernel, "grid": tuple(kernel["grid"]), "order": tuple(kernel["order"])})
+
+
+def ptxas_options(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """What of Triton's metadata ptxas is told."""
+    return {name: metadata.get(name) for name in ("enable_fp_fusion", "ptx_options")}
 
 
 def read_cubin(cubin: bytes) -> dict[str, Any]:
@@ -176,12 +189,8 @@ def _tool(name: str, *arguments: str) -> str:
     done = subprocess.run([str(tool), *arguments], capture_output=True, text=True, check=False)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        raise OfflineError(f"{name}: {last}")
+        raise OfflineError(f"{name}: {last.replace(arguments[-1], 'the file')}")
     return done.stdout
-
-
-def _compiled(kernel: dict[str, Any]) -> Compiled:
-    return Compiled(**{**kernel, "grid": tuple(kernel["grid"]), "order": tuple(kernel["order"])})
 
 
 def _failure(requests: Sequence[Request], folder: str, code: int) -> str:

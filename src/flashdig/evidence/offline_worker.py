@@ -16,7 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 
-from flashdig.evidence.offline import Request, read_cubin, request_from
+from flashdig.evidence.offline import Request, ptxas_options, read_cubin, request_from
 from flashdig.generations.ladder import generation
 from flashdig.hardware.arch import architecture
 
@@ -32,6 +32,7 @@ class OfflineDriver(DriverBase):
         self.utils = self
         self.launched: list[dict[str, Any]] = []
         self._loading: dict[str, Any] = {}
+        self._files: dict[str, dict[str, str]] = {}
 
     @classmethod
     def is_active(cls) -> bool:
@@ -70,9 +71,19 @@ class OfflineDriver(DriverBase):
     def unload_module(self, module: object) -> None:
         """Nothing was loaded."""
 
+    def note_files(self, *, metadata: Any, metadata_group: dict[str, str], **_: object) -> None:
+        """Triton's compilation listener: a kernel's files in the cache, by its hash."""
+        self._files[metadata["hash"]] = metadata_group
+
     def launcher_cls(self, source: object, metadata: Any) -> Any:
         """A launcher that notes its kernel and the grid; Triton makes it, then loads the kernel."""
-        kernel = self._loading = {"threads": metadata.num_warps * metadata.target.warp_size}
+        files = self._files[metadata.hash]
+        (ptx,) = (path for name, path in files.items() if name.endswith(".ptx"))
+        kernel = self._loading = {
+            "threads": metadata.num_warps * metadata.target.warp_size,
+            "ptx": Path(ptx).read_text(),
+            "options": ptxas_options(metadata._asdict()),
+        }
 
         def launch(grid_0: int, grid_1: int, grid_2: int, *rest: object) -> None:
             self.launched.append({**kernel, "grid": [grid_0, grid_1, grid_2]})
@@ -90,6 +101,7 @@ def compile_one(request: Request) -> list[dict[str, Any]]:
     driver = driver_for(request.arch)
     driver.launched.clear()
     triton.runtime.driver.set_active(driver)
+    triton.knobs.compilation.listener = driver.note_files
     problem = request.problem
     dtype = getattr(torch, problem.dtype)
 

@@ -39,6 +39,8 @@ _INSTRUCTION = re.compile(
     r"/\*(?P<address>[0-9a-f]{4,})\*/\s+(?:@(?P<predicate>!?U?P\w+)\s+)?"
     r"(?P<opcode>[A-Z][A-Z0-9_]*[.A-Za-z0-9_]*)(?P<operands>[^;]*)"
 )
+# newer listings say behind the operands what an instruction waits for: "&req={2} ?trans3"
+_SCHEDULING = re.compile(r"\s+[&?]\w")
 _TARGET = re.compile(r"`\((?P<label>[.$\w]+)\)|\b0x(?P<address>[0-9a-f]+)\s*$")
 _JUMPS = ("BRA", "CALL")
 _ENDS = ("EXIT", "RET")
@@ -54,6 +56,7 @@ class Instruction:
         operands: as printed.
         target: address that a branch or call goes to, if it is in this code.
         conditional: it may fall through, by its predicate or its first operand.
+        predicate: as printed without the "@".
     """
 
     address: int
@@ -61,6 +64,12 @@ class Instruction:
     operands: str
     target: int | None = None
     conditional: bool = False
+    predicate: str | None = None
+
+    @property
+    def runs(self) -> bool:
+        """False for what ptxas leaves as a barrier to its own scheduling: "@!PT LDS RZ, [RZ]"."""
+        return self.predicate != "!PT"
 
     @property
     def base(self) -> str:
@@ -109,7 +118,7 @@ def parse_sass(listing: str) -> list[Instruction]:
 def _instruction(
     address: int, match: re.Match[str], labels: dict[str, int], addresses: set[int]
 ) -> Instruction:
-    opcode, operands = match["opcode"], match["operands"].strip()
+    opcode, operands = match["opcode"], _SCHEDULING.split(match["operands"].strip(), 1)[0]
     jumps = opcode.partition(".")[0] in _JUMPS
     target = None
     if jumps and (where := _TARGET.search(operands)):
@@ -118,7 +127,7 @@ def _instruction(
     # "BRA.U UP0, `(.L_x_0)": a uniform predicate stands among the operands
     conditional = match["predicate"] is not None or bool(re.match(r"!?U?P\d", operands))
     known = target if target in addresses else None
-    return Instruction(address, opcode, operands, known, conditional)
+    return Instruction(address, opcode, operands, known, conditional, match["predicate"])
 
 
 def loops(instructions: Sequence[Instruction]) -> list[Loop]:
@@ -126,17 +135,16 @@ def loops(instructions: Sequence[Instruction]) -> list[Loop]:
 
     An instruction that jumps to itself, as stands behind the end of every kernel, is none.
     """
-    blocks = _blocks(instructions)
-    starts = {block[0].address: number for number, block in enumerate(blocks)}
-    follows = [_successors(block, starts, number) for number, block in enumerate(blocks)]
+    blocks = basic_blocks(instructions)
+    follows = successors(blocks)
     dominators = _dominators(follows)
     bodies: dict[int, set[int]] = {}
     before: list[list[int]] = [[] for _ in blocks]
-    for number, successors in enumerate(follows):
-        for successor in successors:
+    for number, after in enumerate(follows):
+        for successor in after:
             before[successor].append(number)
-    for number, successors in enumerate(follows):
-        for head in successors:
+    for number, after in enumerate(follows):
+        for head in after:
             if number in dominators and head in dominators[number]:
                 body = bodies.setdefault(head, {head})
                 waiting = [number]
@@ -153,7 +161,7 @@ def loops(instructions: Sequence[Instruction]) -> list[Loop]:
     return found
 
 
-def _blocks(instructions: Sequence[Instruction]) -> list[list[Instruction]]:
+def basic_blocks(instructions: Sequence[Instruction]) -> list[list[Instruction]]:
     """Runs of instructions that are entered at the first and left at the last."""
     targets = {i.target for i in instructions}
     blocks: list[list[Instruction]] = []
@@ -166,16 +174,21 @@ def _blocks(instructions: Sequence[Instruction]) -> list[list[Instruction]]:
     return blocks
 
 
-def _successors(block: list[Instruction], starts: dict[int, int], number: int) -> set[int]:
-    last = block[-1]
-    successors = set()
-    if last.target is not None:
-        successors.add(starts[last.target])
-    # a call comes back; a jump to what is not in this code is taken to do so too
-    goes_on = last.conditional or last.base not in (*_ENDS, "BRA")
-    if goes_on and number + 1 < len(starts):
-        successors.add(number + 1)
-    return successors
+def successors(blocks: Sequence[Sequence[Instruction]]) -> list[set[int]]:
+    """The blocks that may follow each block."""
+    starts = {block[0].address: number for number, block in enumerate(blocks)}
+    found = []
+    for number, block in enumerate(blocks):
+        last = block[-1]
+        after = set()
+        if last.target is not None:
+            after.add(starts[last.target])
+        # a call comes back; a jump to what is not in this code is taken to do so too
+        goes_on = last.conditional or last.base not in (*_ENDS, "BRA")
+        if goes_on and number + 1 < len(starts):
+            after.add(number + 1)
+        found.append(after)
+    return found
 
 
 def _dominators(follows: Sequence[set[int]]) -> dict[int, set[int]]:
@@ -201,8 +214,8 @@ def _dominators(follows: Sequence[set[int]]) -> dict[int, set[int]]:
 
 
 def families(instructions: Iterable[Instruction]) -> dict[str, int]:
-    """Family -> instructions, in the order of FAMILIES, only those that occur."""
-    opcodes = [i.opcode for i in instructions]
+    """Family -> instructions that run, in the order of FAMILIES, only those that occur."""
+    opcodes = [i.opcode for i in instructions if i.runs]
     counts = {
         family: sum(any(_is(opcode, name) for name in names) for opcode in opcodes)
         for family, names in FAMILIES.items()

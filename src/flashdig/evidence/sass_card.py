@@ -5,17 +5,18 @@ Cycles are of one iteration of one block, as if each pipe worked alone and never
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from flashdig.costs.shared_memory import forward_operands
+from flashdig.evidence.bank_conflicts import LoopBanks, loop_banks
+from flashdig.evidence.gemms import Gemms, fma_size, sort_products
+from flashdig.evidence.loop_cycles import TileShape, loop_cycles, product_size
 from flashdig.evidence.offline import Compiled, OfflineError, read_cubin
+from flashdig.evidence.ptxas import PtxasError, PtxasReport, run_ptxas
 from flashdig.evidence.sass import (
-    FAMILIES,
     MATRIX_FAMILIES,
     Instruction,
     families,
@@ -23,32 +24,18 @@ from flashdig.evidence.sass import (
     inner_loop,
     parse_sass,
 )
-from flashdig.hardware.arch import Architecture, architecture
+from flashdig.evidence.triton_cache import metadata_beside
+from flashdig.hardware.arch import architecture
 from flashdig.hardware.occupancy import Occupancy, occupancy
 
 _TILE = re.compile(r"_(?P<type>fp16|bf16|fp32)_d(?P<d>\d+)_m(?P<m>\d+)n(?P<n>\d+)_")
 _ARCH = re.compile(r"\.target\s+sm_(\d+)|EF_CUDA_SM(\d+)")
-_WIDTHS = {"128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}
-_MATRICES = re.compile(r"\.MT?88(?:\.(\d))?")
-_FMA = ("FFMA", "FADD", "FMUL")
-_MATRIX_OPCODES = {name for family in MATRIX_FAMILIES for name in FAMILIES[family]}
 # more than a softmax has and fewer than the products of the smallest head_dim have
 _FFMA_OF_A_SCORE = 8
-# what wgmma multiplies in one instruction is 32 bytes deep, in every type
-_WGMMA_DEPTH_BYTES = 32
 
 
 class UnreadableCubinError(ValueError):
     """The file is not a cubin with one kernel; the message names it."""
-
-
-@dataclass(frozen=True)
-class TileShape:
-    """Tile and head_dim of one iteration, in elements, as the name of our kernels tells them."""
-
-    tile_m: int
-    tile_n: int
-    head_dim: int
 
 
 @dataclass(frozen=True)
@@ -64,6 +51,10 @@ class SassCard:
         instructions, loop_instructions: all of them; 0 where no loop holds products.
         exp2_expected: scores of a tile for each thread; None where the tile is unknown.
         cycles: pipe -> cycles of one iteration of one block; None where it cannot be counted.
+        gemms: the loop's products by what they multiply; None without an exponential in the loop.
+        banks: conflicts of the loop's accesses to shared memory; None without accesses or threads.
+        ptxas: what ptxas says of the kernel's PTX; None where there is none, as beside a cubin.
+        note: what the reader must know of how the card was made; empty for nothing.
     """
 
     subject: str
@@ -81,6 +72,10 @@ class SassCard:
     loop: Mapping[str, int]
     exp2_expected: int | None
     cycles: Mapping[str, float | None]
+    gemms: Gemms | None = None
+    banks: LoopBanks | None = None
+    ptxas: PtxasReport | None = None
+    note: str = ""
 
     @property
     def limiter(self) -> str | None:
@@ -97,6 +92,8 @@ class SassCard:
                 f"{self.spill_bytes} bytes spilled: values that found no register go through "
                 "local memory"
             )
+        if self.ptxas is not None:
+            said += [f"warning of ptxas: {warning}" for warning in self.ptxas.warnings]
         if self.occupancy is not None:
             said.append(self.occupancy.explain())
         if self.threads is None:
@@ -106,10 +103,16 @@ class SassCard:
             said.append(f"{count} exp2 a thread in the loop for {expected} scores")
             if count > expected:
                 said[-1] += f", {count - expected} beyond them, as rescale factors are"
+        if self.gemms is not None:
+            said.append(self.gemms.explain())
+        if self.banks is not None:
+            said.append(self.banks.explain())
         if self.limiter is not None:
             said.append(
                 f"busiest pipe of the loop: {self.limiter}, {self.cycles[self.limiter]:.0f} cycles"
             )
+        if self.note:
+            said.append(self.note)
         return said
 
     def _products(self) -> str:
@@ -130,9 +133,31 @@ class SassCard:
         """All of it for JSON."""
         return {**asdict(self), "limiter": self.limiter, "sentences": self.sentences}
 
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> SassCard:
+        """A card from what `to_dict` gave, of this or an earlier release.
 
-def card_of(subject: str, arch: str, kernel: Compiled) -> SassCard:
-    """The card of a compiled kernel of an exhibit. Raises UnknownArchitectureError."""
+        Raises KeyError or TypeError for anything else.
+        """
+        optional = {field.name for field in fields(cls) if field.default is not MISSING}
+        found = {
+            field.name: values[field.name]
+            for field in fields(cls)
+            if field.name in values or field.name not in optional
+        }
+        for name, kind in (("occupancy", Occupancy), ("gemms", Gemms)):
+            if found.get(name) is not None:
+                found[name] = kind(**found[name])
+        if found.get("banks") is not None:
+            found["banks"] = LoopBanks.from_dict(found["banks"])
+        if found.get("ptxas") is not None:
+            warnings = tuple(found["ptxas"]["warnings"])
+            found["ptxas"] = PtxasReport(**{**found["ptxas"], "warnings": warnings})
+        return cls(**found)
+
+
+def card_of(subject: str, arch: str, kernel: Compiled, *, note: str = "") -> SassCard:
+    """The card of a compiled kernel. Raises UnknownArchitectureError."""
     found = {
         "registers": kernel.registers,
         "stack_bytes": kernel.stack_bytes,
@@ -140,24 +165,28 @@ def card_of(subject: str, arch: str, kernel: Compiled) -> SassCard:
         "shared_bytes": kernel.shared_bytes,
         "threads": kernel.threads,
     }
-    return _card(subject, arch, kernel.name, kernel.listing, found)
+    code = _Code(kernel.name, kernel.listing, kernel.ptx, kernel.options, note)
+    return _card(subject, arch, code, found)
 
 
-def card_of_cubin(path: Path) -> SassCard:
-    """The card of a cubin with one kernel, with what Triton's cache has beside it (NAME.json).
+def card_of_cubin(path: Path, *, subject: str | None = None) -> SassCard:
+    """The card of a cubin with one kernel, with what Triton's cache has beside it.
 
-    Raises UnreadableCubinError; UnknownArchitectureError.
+    Args:
+        subject: the card's; the path without it.
+
+    NAME.json tells threads and shared memory, NAME.ptx is given to ptxas. Raises
+    UnreadableCubinError; UnknownArchitectureError.
     """
-    beside = path.with_suffix(".json")
     try:
         code = read_cubin(path.read_bytes())
-        metadata = json.loads(beside.read_text()) if beside.exists() else {}
+        metadata = metadata_beside(path)
+        ptx = path.with_suffix(".ptx")
+        text = ptx.read_text() if ptx.exists() else ""
     except (OSError, OfflineError) as error:
         raise UnreadableCubinError(f"{path}: {error}") from error
     except ValueError as error:
-        raise UnreadableCubinError(f"{beside}: not Triton's metadata: {error}") from error
-    if not isinstance(metadata, dict):
-        raise UnreadableCubinError(f"{beside}: not Triton's metadata: it must be an object")
+        raise UnreadableCubinError(str(error)) from error
     names = function_names(code["listing"])
     if len(names) != 1:
         raise UnreadableCubinError(f"{path}: {len(names)} kernels, not one: {', '.join(names)}")
@@ -172,15 +201,29 @@ def card_of_cubin(path: Path) -> SassCard:
         "shared_bytes": metadata.get("shared"),
         "threads": None if warps is None else 32 * warps,
     }
-    return _card(str(path), f"sm_{target[1] or target[2]}", names[0], code["listing"], found)
+    arch = f"sm_{target[1] or target[2]}"
+    return _card(
+        subject or str(path), arch, _Code(names[0], code["listing"], text, metadata), found
+    )
 
 
-def _card(subject: str, arch: str, kernel: str, listing: str, found: Mapping[str, Any]) -> SassCard:
-    facts, instructions = architecture(arch), parse_sass(listing)
+@dataclass(frozen=True)
+class _Code:
+    """A kernel's name, its listing, and what ptxas was given."""
+
+    kernel: str
+    listing: str
+    ptx: str
+    options: Mapping[str, Any]
+    note: str = ""
+
+
+def _card(subject: str, arch: str, code: _Code, found: Mapping[str, Any]) -> SassCard:
+    facts, instructions = architecture(arch), parse_sass(code.listing)
     loop = inner_loop(instructions)
     inside = loop.instructions if loop is not None else ()
-    threads, shape = found["threads"], _shape(kernel)
-    occupied = None
+    threads, shape = found["threads"], _shape(code.kernel)
+    occupied = banks = None
     if threads is not None:
         occupied = occupancy(
             facts,
@@ -188,120 +231,78 @@ def _card(subject: str, arch: str, kernel: str, listing: str, found: Mapping[str
             registers_per_thread=found["registers"],
             shared_bytes_per_block=found["shared_bytes"] or 0,
         )
+        banks = loop_banks(instructions, loop, threads) if loop is not None else None
+    report, note = _ptxas(code, found["registers"])
+    in_loop = families(inside)
     return SassCard(
         subject=subject,
         arch=arch,
-        kernel=kernel,
+        kernel=code.kernel,
         **found,
         occupancy=occupied,
         instructions=len(instructions),
         loop_instructions=len(inside),
         whole=families(instructions),
-        loop=families(inside),
+        loop=in_loop,
         exp2_expected=shape.tile_m * shape.tile_n // threads if shape and threads else None,
         cycles=loop_cycles(facts, inside, threads, shape) if inside and threads else {},
+        gemms=_gemms(inside, threads, shape) if in_loop.get("MUFU.EX2") else None,
+        banks=banks,
+        ptxas=report,
+        note=note,
     )
+
+
+def _ptxas(code: _Code, registers: int) -> tuple[PtxasReport | None, str]:
+    """ptxas on the kernel's PTX, and the card's note with what is to be said of that."""
+    said = [code.note] if code.note else []
+    report = None
+    if code.ptx:
+        try:
+            report = run_ptxas(code.ptx, code.options)
+        except PtxasError as error:
+            said.append(f"ptxas was not heard: {error}")
+    if report is not None and report.registers != registers:
+        said.append(
+            f"the ptxas here gives {report.registers} registers, not {registers}: another release "
+            "of it made the cubin, and its warnings may have been others"
+        )
+    return report, "; ".join(said)
+
+
+def _gemms(
+    loop: Sequence[Instruction], threads: int | None, shape: TileShape | None
+) -> Gemms | None:
+    """The loop's products by what they multiply, beside what the tile needs."""
+    scores, output, unknown = sort_products(loop)
+    if not (scores or output or unknown):
+        return None
+    needed = None
+    if threads and shape:
+        # Q K^T and P V are of one size
+        needed = _needed((*scores, *output, *unknown), threads, shape)
+    return Gemms(len(scores), len(output), len(unknown), needed, needed)
+
+
+def _needed(products: Sequence[Instruction], threads: int, shape: TileShape) -> int | None:
+    """Instructions a warp for one product of the tile; None for those of unknown or mixed size."""
+    sizes = {_multiply_adds_of_a_warp(i) for i in products}
+    (size,) = sizes if len(sizes) == 1 else (None,)
+    if size is None:
+        return None
+    return -(-shape.tile_m * shape.tile_n * shape.head_dim * 32 // (threads * size))
+
+
+def _multiply_adds_of_a_warp(instruction: Instruction) -> int | None:
+    """A warp's share of one instruction's multiply-adds."""
+    if instruction.base in ("FFMA", "FFMA2"):
+        return 32 * fma_size(instruction)
+    size = product_size(instruction.base, instruction.opcode.split(".")[1:])
+    if size is None:
+        return None
+    return size // 4 if instruction.base == "HGMMA" else size
 
 
 def _shape(kernel: str) -> TileShape | None:
     found = _TILE.search(kernel)
     return TileShape(int(found["m"]), int(found["n"]), int(found["d"])) if found else None
-
-
-def loop_cycles(
-    arch: Architecture, loop: Sequence[Instruction], threads: int, shape: TileShape | None
-) -> dict[str, float | None]:
-    """Pipe -> cycles of an SM for one iteration of a block in which every warp runs `loop`.
-
-    Shared memory is counted without bank conflicts and as if no two lanes read the same word. The
-    shape of tcgen05's products is not in the code, so they are those of `shape`; None without it,
-    and for tensor cores whose rate for this instruction is not known.
-    """
-    warps = -(-threads // arch.warp_size)
-    counts: dict[str, int] = {}
-    for instruction in loop:
-        counts[instruction.base] = counts.get(instruction.base, 0) + 1
-    fma = sum(counts.get(name, 0) + 2 * counts.get(f"{name}2", 0) for name in _FMA)
-    cycles: dict[str, float | None] = {}
-    if any(family in families(loop) for family in MATRIX_FAMILIES):
-        cycles["tensor cores"] = _tensor_cycles(arch, loop, warps, shape)
-    cycles["exp2"] = None
-    if arch.exp2_per_clock is not None:
-        cycles["exp2"] = counts.get("MUFU", 0) * threads / arch.exp2_per_clock
-    cycles["FMA units"] = fma * threads / arch.fma_per_clock
-    cycles["shared memory"] = _shared_cycles(arch, loop, warps, shape)
-    cycles["issue"] = len(loop) * warps / arch.issue_per_clock
-    return cycles
-
-
-def _tensor_cycles(
-    arch: Architecture, loop: Sequence[Instruction], warps: int, shape: TileShape | None
-) -> float | None:
-    cycles = 0.0
-    tcgen05 = False
-    for instruction in loop:
-        base, modifiers = instruction.base, instruction.opcode.split(".")[1:]
-        if base == "UTCHMMA":
-            tcgen05 = True
-            continue
-        if base not in ("HMMA", "HGMMA"):
-            if base in _MATRIX_OPCODES:
-                return None
-            continue
-        rate = arch.mma_flop_per_clock.get("tfloat32" if "TF32" in modifiers else "float16")
-        size = _product_size(base, modifiers)
-        if size is None or rate is None:
-            return None
-        if base == "HMMA":
-            if arch.mma_sync_fraction is None:
-                return None
-            cycles += 2 * size * warps / (rate * arch.mma_sync_fraction)
-        else:
-            cycles += 2 * size * warps / 4 / rate  # of a group of four warps
-    if tcgen05:
-        if shape is None:
-            return None
-        flop = 4 * shape.tile_m * shape.tile_n * shape.head_dim
-        cycles += flop / arch.mma_flop_per_clock["float16"]
-    return cycles
-
-
-def _product_size(base: str, modifiers: Sequence[str]) -> int | None:
-    """Multiply-adds of one HMMA ("16816" is 16 x 8 x 16) or HGMMA ("64x128x16")."""
-    first = modifiers[0] if modifiers else ""
-    if base == "HGMMA" and re.fullmatch(r"\d+x\d+x\d+", first):
-        m, n, k = (int(part) for part in first.split("x"))
-        return m * n * k
-    if base == "HMMA" and re.fullmatch(r"168(4|8|16|32)", first):
-        return 16 * 8 * int(first[3:])
-    return None
-
-
-def _shared_cycles(
-    arch: Architecture, loop: Sequence[Instruction], warps: int, shape: TileShape | None
-) -> float | None:
-    """Accesses of warps, and what wgmma and tcgen05 read of their operands themselves."""
-    total = 0.0
-    tcgen05 = False
-    for instruction in loop:
-        base, modifiers = instruction.base, instruction.opcode.split(".")[1:]
-        if base in ("LDS", "STS", "LDGSTS"):
-            width = next((_WIDTHS[m] for m in modifiers if m in _WIDTHS), 4)
-            total += width * arch.warp_size * warps
-        elif base in ("LDSM", "STSM"):
-            matrices = _MATRICES.search(instruction.opcode)
-            total += 128 * int(matrices[1] or 1) * warps if matrices else 0
-        elif base == "HGMMA":
-            if _product_size(base, modifiers) is None:
-                return None  # of a sparse A
-            m, n, _ = (int(part) for part in modifiers[0].split("x"))
-            # "R24, gdesc[UR8], R24": A comes from shared memory too; "R24, R4, gdesc[UR8]": not
-            from_shared = instruction.operands.split(",")[1].strip().startswith("gdesc")
-            total += _WGMMA_DEPTH_BYTES * (n + m * from_shared) * warps / 4
-        tcgen05 |= base == "UTCHMMA"
-    if tcgen05:
-        if shape is None:
-            return None
-        sizes = (shape.tile_m, shape.tile_n, shape.head_dim, shape.head_dim)
-        total += 2 * forward_operands(arch, *sizes, warps, newest=True)
-    return total / arch.shared_bytes_per_clock

@@ -22,7 +22,7 @@ def show_cards(
     """A table for each exhibit or file with a column for each chip, and the sentences below it.
 
     Args:
-        failures: (exhibit, chip, message) of what did not compile.
+        failures: (subject, chip, message) of what could not be compiled or read.
     """
     for subject in dict.fromkeys(card.subject for card in cards):
         group = [card for card in cards if card.subject == subject]
@@ -60,8 +60,8 @@ def _show_sentences(cards: Sequence[SassCard], names: Sequence[str], console: Co
 def _show_failures(failures: Sequence[tuple[str, str, str]], console: Console) -> None:
     if not failures:
         return
-    table = Table(show_edge=False, pad_edge=False, title="not compiled", title_justify="left")
-    for column in ("exhibit", "chip", "why"):
+    table = Table(show_edge=False, pad_edge=False, title="without a card", title_justify="left")
+    for column in ("what", "chip", "why"):
         table.add_column(column)
     for failure in failures:
         table.add_row(*(escape(part) for part in failure))
@@ -86,10 +86,12 @@ def _table(cards: Sequence[SassCard], columns: Sequence[str], *, difference: boo
 def card_figures(cards: Sequence[SassCard]) -> dict[str, list[Value]]:
     """Row -> a figure of each card; families and pipes only where a card has them."""
     resident = [card.occupancy for card in cards]
+    gemms = [card.gemms for card in cards]
     rows: dict[str, list[Value]] = {
         "registers a thread": [card.registers for card in cards],
         "stack, bytes": [card.stack_bytes for card in cards],
         "spills, bytes": [card.spill_bytes for card in cards],
+        "ptxas warnings": [len(card.ptxas.warnings) if card.ptxas else None for card in cards],
         "shared memory, bytes": [card.shared_bytes for card in cards],
         "threads": [card.threads for card in cards],
         "blocks on an SM": [one.blocks_per_sm if one else None for one in resident],
@@ -102,10 +104,28 @@ def card_figures(cards: Sequence[SassCard]) -> dict[str, list[Value]]:
             rows[family] = [card.whole.get(family, 0) for card in cards]
             rows[f"  {family} in the loop"] = [card.loop.get(family, 0) for card in cards]
     rows["exp2 expected in the loop"] = [card.exp2_expected for card in cards]
+    if any(card.gemms for card in cards):
+        rows["  Q K^T in the loop"] = [one.scores if one else None for one in gemms]
+        rows["  P V in the loop"] = [one.output if one else None for one in gemms]
+        rows["  either of them"] = [one.open if one else None for one in gemms]
+        rows["  needed for each"] = [one.needed_scores if one else None for one in gemms]
+    if any(card.banks for card in cards):
+        rows["bank conflicts in the loop"] = [_conflicts(card) for card in cards]
     for pipe in _PIPES:
         if any(pipe in card.cycles for card in cards):
             rows[f"loop cycles: {pipe}"] = [card.cycles.get(pipe) for card in cards]
     return rows
+
+
+def _conflicts(card: SassCard) -> Value:
+    """Of all warps in an iteration; words where not all addresses are known."""
+    if card.banks is None:
+        return None
+    if not card.banks.known:
+        return "not known"
+    few = card.banks.known < card.banks.instructions
+    conflicts = card.banks.conflicts.conflicts
+    return f"{conflicts:,} or more" if few else conflicts
 
 
 def card_cell(value: Value) -> str:
