@@ -6,6 +6,7 @@ import torch
 from flashdig.bench import run_suite as run_module
 from flashdig.bench.cells import Cell
 from flashdig.bench.competitors import Ours, Prepared
+from flashdig.bench.peers import SdpaFlash
 from flashdig.bench.results import Record, new_run
 from flashdig.bench.run_suite import Plan, run_suite
 from flashdig.bench.standings import standings
@@ -115,6 +116,18 @@ def test_every_way_to_fail_is_told_apart_and_never_timed(peers) -> None:
         assert set(one.ratios) == {"sdpa_math"} | (
             {"fa3"} if one.any_row["pass"] == "forward" else set()
         )
+
+
+def test_why_torch_has_no_kernel_stands_in_the_row() -> None:
+    # the fused CPU kernel has no dropout; it is asked in spite of that
+    cell = Cell(1, 2, 2, 24, 24, 16, 16, dtype="float32", dropout_p=0.1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SdpaFlash, "reason_against", lambda *_: None)
+        (result,) = run(suite(cell, peers=("sdpa_flash",), passes=("forward",)))
+    gate = result.rows[1]["gate"]
+    assert gate.startswith("error: RuntimeError: No available kernel")
+    assert "non-zero dropout" in gate
+    assert "Triggered" not in gate
 
 
 def test_our_failures_are_reported(monkeypatch) -> None:

@@ -8,6 +8,7 @@ whole path can be tried anywhere.
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -182,10 +183,14 @@ def _checked(
         _require_device(inputs.q.device.type, competitor.name)
         return None
     for one in found:
-        try:
-            _check(one, prepared, inputs, reference)
-        except Exception as error:
-            one.verdict = _error_words(error)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            try:
+                _check(one, prepared, inputs, reference)
+            except Exception as error:
+                one.verdict = _error_words(error)
+                if "No available kernel" in one.verdict:
+                    one.verdict += _refusals(said)
         # outside of the handler, whose traceback holds the failed call's tensors
         if one.verdict != "ok":
             _require_device(inputs.q.device.type, competitor.name)
@@ -296,6 +301,14 @@ def _utilisation(row: Row) -> float | None:
 def _error_words(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"error: {type(error).__name__}" + (f": {lines[0]}" if lines else "")
+
+
+def _refusals(said: Sequence[warnings.WarningMessage]) -> str:
+    """Why torch has no kernel, which it says in warnings: those that are about this backend."""
+    lines = [str(one.message).partition("(Triggered internally")[0].strip() for one in said]
+    reasons = [line for line in dict.fromkeys(lines) if not line.endswith("because:")]
+    reasons = [line for line in reasons if "runtime disabled" not in line]
+    return f" ({' '.join(reasons)})" if reasons else ""
 
 
 def _free(device: str) -> None:
