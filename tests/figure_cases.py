@@ -7,6 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from flashdig.bench.results import read_record
+from flashdig.generations.walk_data import Walk
+from flashdig.hardware.devices import Device
+from flashdig.report.figures import Missing, Picture
+from flashdig.report.figures.errors import errors
+from flashdig.report.figures.ladder import ladder
+from flashdig.report.figures.memory_ledger import memory_ledger
+from flashdig.report.figures.pipes import pipes
+from flashdig.report.figures.roofline import roofline
+from flashdig.report.figures.steps import steps
+from flashdig.report.figures.walk_picture import walk_picture
+from flashdig.report.figures.waves import waves
 
 RECORD = Path(__file__).parents[1] / "benchmarks" / "results" / "nvidia-h200" / "dig.json"
 TIMED = ("ms", "ms_all", "aa_spread", "clock", "l2", "tflops", "sm_clock_mhz", "power_w", "speedup")
@@ -54,3 +65,19 @@ def without_a_gpu(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         plain["predicted"] = {name: row["predicted"].get(name) for name in known}
         kept.append(plain)
     return kept
+
+
+def pictures_of(
+    rows: list[dict[str, Any]], device: Device | None, walk: Walk | None = None, prefix: str = ""
+) -> list[Picture | Missing]:
+    """Every figure of one problem."""
+    figures = [
+        ladder(rows, device, f"{prefix}ladder"),
+        steps(rows, f"{prefix}steps"),
+        roofline(rows, device, f"{prefix}roofline"),
+        memory_ledger(rows, device, f"{prefix}memory_ledger"),
+        waves(rows, device, f"{prefix}waves"),
+        pipes(rows, device, f"{prefix}pipes"),
+        errors(rows, f"{prefix}errors"),
+    ]
+    return figures if walk is None else [*figures, walk_picture(walk, f"{prefix}online_softmax")]

@@ -9,14 +9,17 @@ import pytest
 from flashdig.costs.units import with_unit
 from flashdig.generations.walk import walk
 from flashdig.hardware.devices import find_device
-from flashdig.report.figures import FIGURES_CSS, Missing, Picture, pictures_of
+from flashdig.report.figures import Missing, Picture
 from flashdig.report.figures import style as looks
 from flashdig.report.figures.ladder import ladder
+from flashdig.report.figures.memory_ledger import memory_ledger
+from flashdig.report.figures.roofline import roofline
 from flashdig.report.figures.steps import steps
 from flashdig.report.figures.waves import waves
 from tests.figure_cases import (
     archaeology_rows,
     default_rows,
+    pictures_of,
     rows_where,
     step_rows,
     without_a_gpu,
@@ -25,8 +28,6 @@ from tests.figure_cases import (
 SVG = "{http://www.w3.org/2000/svg}"
 H200 = find_device("h200")
 HOSTILE = '<script>alert("x")</script>&amp;\x00\x1b $\\frac{1}{2}$ \u6f22 ' + "n" * 300
-STORY = ["ladder", "steps", "roofline", "memory_ledger", "waves", "pipes"]
-STORY += ["online_softmax", "errors"]
 
 
 def hostile_rows():
@@ -37,12 +38,15 @@ def hostile_rows():
 @pytest.fixture(scope="module")
 def pages():
     """Every figure of every kind of record."""
+    longest = rows_where(("rung",), seqlen_q=16384, head_dim=128, causal=True)
     return {
         "default": pictures_of(default_rows(), H200, walk(), prefix="default-"),
-        "steps": pictures_of(step_rows(), H200, prefix="steps-"),
-        "causal": pictures_of(
-            rows_where(("rung",), seqlen_q=16384, head_dim=128, causal=True), H200, prefix="causal-"
-        ),
+        "steps": [steps(step_rows(), "steps-steps"), steps(step_rows(causal=True), "causal-steps")],
+        # the largest files
+        "longest": [
+            memory_ledger(longest, H200, "longest-ledger"),
+            waves(longest, H200, "longest-waves"),
+        ],
         "cpu": pictures_of(without_a_gpu(archaeology_rows()), H200, prefix="cpu-"),
         "hostile": pictures_of(hostile_rows(), H200, prefix="hostile-"),
     }
@@ -51,14 +55,6 @@ def pages():
 @pytest.fixture(scope="module")
 def drawn(pages):
     return [figure for page in pages.values() for figure in page if isinstance(figure, Picture)]
-
-
-def test_the_story_is_told_in_order(pages) -> None:
-    assert [figure.name for figure in pages["default"]] == [f"default-{name}" for name in STORY]
-    missing = [figure.name for figure in pages["default"] if isinstance(figure, Missing)]
-    assert missing == ["default-steps"]
-    without_walk = [name for name in STORY if name != "online_softmax"]
-    assert [figure.name for figure in pages["cpu"]] == [f"cpu-{name}" for name in without_walk]
 
 
 def test_svg_stands_alone_and_refers_to_nothing_outside(drawn) -> None:
@@ -201,16 +197,15 @@ def test_a_run_in_which_nothing_passed_has_reasons_for_every_figure() -> None:
     assert all(isinstance(figure, Missing) for figure in pictures_of([], H200))
 
 
-def test_a_page_with_one_problem_at_a_time_and_prefixes_that_are_ids() -> None:
-    with pytest.raises(ValueError, match="rows must be of one problem and one run, got several"):
-        pictures_of([*default_rows(), *step_rows()], H200)
-    for prefix in ("a b", '"', "<", "a.b"):
-        with pytest.raises(ValueError, match="prefix must be letters, digits"):
-            pictures_of(step_rows(), H200, prefix=prefix)
+def test_figures_of_one_chip_and_problem_refuse_several() -> None:
+    rows = [*default_rows(), *step_rows()]
+    for figure in (roofline, waves):
+        with pytest.raises(ValueError, match="rows must be of one problem, got 2"):
+            figure(rows, H200)
 
 
 def test_the_style_sheet_reaches_nothing_but_pictures() -> None:
-    selectors = re.findall(r"([^{}]+)\{", re.sub(r"@media[^{]*\{", "", FIGURES_CSS))
+    selectors = re.findall(r"([^{}]+)\{", re.sub(r"@media[^{]*\{", "", looks.FIGURES_CSS))
     assert selectors
     assert all(selector.strip().startswith(".picture") for selector in selectors)
 

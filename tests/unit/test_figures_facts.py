@@ -127,7 +127,6 @@ def test_the_ledger_counts_what_the_interpreter_counted() -> None:
     rows = archaeology_rows()
     picture = memory_ledger(rows, H200)
     v1, v2 = named(rows, "v1"), named(rows, "v2")
-    # 5.37 GB of Q and of O each read again for 32 tiles of keys: the articles' 10.7 GB and stores
     said = dict(re.findall(r"(\w+): (issued [^.]*(?:\.\d[^.]*)*)\.", picture.alt))
     issued = v1["predicted"]["load_bytes"] + v1["predicted"]["store_bytes"]
     assert f"issued {with_unit(issued, 'B')}" in said["v1"]
@@ -175,7 +174,7 @@ def test_sms_run_dry_as_a_list_scheduler_says() -> None:
     # 7 equal programs of 3 on 3 SMs: 3, 3, then 1
     assert _ends([3], 7, 3) == (6.0, 6.0, 9.0)
     assert _ends([2], 2, 4) == (0.0, 0.0, 2.0, 2.0)
-    # 4, 1, 2 twice on two SMs: 4 | 1 2 4 | 1 (at 4) ... each free SM takes the next
+    # 4, 1, 2 twice on two SMs: one does 4, 1, 2, the other 1, 2, 4
     assert _ends([4, 1, 2], 2, 2) == (7.0, 7.0)
     # work is conserved, however large the grid
     large = _ends([1, 2, 3, 4] * 1000, 5000, 132)
@@ -197,7 +196,7 @@ def test_pipes_are_the_predictions_scaled_to_one_tile() -> None:
     cycles = v2["ms"] / 1e3 * v2["sm_clock_mhz"] * 1e6 * 132 / tiles
     assert f"measured {cycles:,.0f}" in picture.alt
     assert f"{cycles:,.0f}" in words_of(picture)
-    # no measured rung beats its busiest pipe by more than the models' error
+    # unfused rungs have no tile loop
     assert "naive" not in picture.alt
     assert "measured" not in pipes(without_a_gpu(rows), H200).alt
 

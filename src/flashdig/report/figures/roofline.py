@@ -18,6 +18,7 @@ from flashdig.report.figures.rung_rows import (
     expected_ms,
     guess_of,
     look_of,
+    one_problem,
     problem_of,
     rungs_of,
 )
@@ -79,7 +80,7 @@ def roofline(rows: Sequence[Row], device: Device | None, name: str = NAME) -> Pi
     points = [point for row in rungs if (point := _point(row, device)) is not None]
     if not points:
         return Missing(name, TITLE, "No rung passed the gate with a known guess of its bytes.")
-    problem = problem_of(rungs[0])
+    problem = one_problem(rungs)
     clocks = [row["sm_clock_mhz"] for row in rungs if row.get("sm_clock_mhz")]
     clock_hz = max(clocks) * 1e6 if clocks else device.highest_clock_hz
     roofs = _roofs(problem, device, clock_hz)

@@ -84,6 +84,14 @@ def problem_of(row: Row) -> AttentionProblem:
     )
 
 
+def one_problem(rows: Sequence[Row]) -> AttentionProblem:
+    """The problem of all these rows. Raises ValueError when they are of several, or none."""
+    problems = {problem_of(row) for row in rows}
+    if len(problems) != 1:
+        raise ValueError(f"rows must be of one problem, got {len(problems)}")
+    return problems.pop()
+
+
 def guess_of(row: Row, device: Device | None) -> Prediction | None:
     """What the cost models say of a row's rung, at the clock that was observed; None where they
     know no such rung or no peak of the chip."""

@@ -16,7 +16,7 @@ from flashdig.costs.units import percent
 from flashdig.hardware.devices import Device
 from flashdig.problem import AttentionProblem
 from flashdig.report.figures.picture import Missing, Picture
-from flashdig.report.figures.rung_rows import Row, look_of, problem_of
+from flashdig.report.figures.rung_rows import Row, look_of, one_problem
 from flashdig.report.figures.style import INK, bar_style, light_grid, picture
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def waves(rows: Sequence[Row], device: Device | None, name: str = NAME) -> Pictu
     rungs = [row for row in rows if row["kind"] == "rung"]
     if not rungs:
         return Missing(name, TITLE, "The record holds no rung, so there is no problem to lay out.")
-    problem = problem_of(rungs[0])
+    problem = one_problem(rungs)
     if problem.visible_pairs == 0:
         return Missing(name, TITLE, "No query sees a key: there is no work.")
     if problem.dtype not in SCHEDULES["v1"].dtypes or device.flop_per_s(problem.dtype) is None:
