@@ -38,6 +38,7 @@ class Found:
     """One competitor on one cell and pass.
 
     Attributes:
+        error, allowed_error: of the output, or of the gradient that comes closest to the allowance.
         verdict: "ok", "not run: why" (it does not serve the cell), "error: what it raised", or what
             the gate says against the result.
         peak_bytes: memory above the inputs of one forward, or of forward plus backward.
@@ -48,6 +49,7 @@ class Found:
     direction: str
     verdict: str = "ok"
     error: float | None = None
+    allowed_error: float | None = None
     checked: str = ""
     peak_bytes: int | None = None
     timing: Timing | None = None
@@ -207,7 +209,8 @@ def _check(found: Found, prepared: Prepared, inputs: CellInputs, reference: Cell
     names = ("out",) if forward else GRADIENTS
     common = (prepared.to_common(x) for x in tensors)
     verdict = reference.check(dict(zip(names, common, strict=True)))
-    found.verdict, found.error, found.checked = verdict.reason, verdict.error, verdict.checked
+    found.verdict, found.checked = verdict.reason, verdict.checked
+    found.error, found.allowed_error = verdict.error, verdict.budget
 
 
 def _run_poisoned(call: Call, inputs: CellInputs) -> tuple[Any, int | None]:
@@ -269,6 +272,7 @@ def row_of(cell: Cell, found: Found, run_id: str, measure: Sequence[str]) -> Row
         "backend": found.competitor.name,
         "gate": found.verdict,
         "error": found.error,
+        "allowed_error": found.allowed_error,
         "peak_bytes": found.peak_bytes,
     }
     notes = [f"compared: {found.checked}"] if found.checked else []
