@@ -182,7 +182,7 @@ def _draw(figure: Figure, points: Sequence[_Point], roofs: _Roofs) -> None:
         axes.plot(ends, [end * slope for end in ends], color=INK, linewidth=1.4, linestyle=dashes)
         # below the second highest roof if enough of the line is there, else below the highest
         below = sorted(value for _, value in roofs.flat)[-2:][0]
-        fits = below > 8 * ends[0] * slope
+        fits = below > 5 * ends[0] * slope
         at = 0.8 * below if fits else 0.5 * top
         slopes.append((f"{words} {with_unit(slope, 'B/s')}", slope, at))
     places = spread([_height(value, bottom, ceiling) for _, value in roofs.flat], 0.055, 0.0, 1.0)
