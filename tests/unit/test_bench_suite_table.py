@@ -142,6 +142,15 @@ def test_backward_ratios_without_flash_attention_3_say_so() -> None:
     assert backward_note(ROWS) is None
 
 
+def test_columns_without_a_figure_are_left_out() -> None:
+    rows = [row("tiled", 1.0, tensor_utilisation=None), row("sdpa_math", 2.0),
+            row("flex", gate="not run: compiled for CUDA devices only")]  # fmt: skip
+    table = shown(rows, 200).partition("└")[0]
+    assert "sdpa_math" in table
+    assert "of peak" not in table
+    assert "flex" not in table
+
+
 def test_memory_alone_has_one_table() -> None:
     rows = [row("hopper", peak_bytes=1000), row("fa4", peak_bytes=2000)]
     text = shown(rows, 120, None)

@@ -107,7 +107,10 @@ def _table(columns: Sequence[Column], styles: Sequence[str | None], width: int) 
 
 
 def bench_table(found: Sequence[Standing], labels: Sequence[str], width: int) -> Table:
-    """One pass: our time, TFLOP/s and share of the peak, the peers' TFLOP/s, ours over the best."""
+    """One pass: our time, TFLOP/s and share of the peak, the peers' TFLOP/s, ours over the best.
+
+    Columns without a single figure are left out; who was not run is told below.
+    """
     peers = list(dict.fromkeys(name for one in found for name in one.peers))
     columns = [Column("cell", labels, 0)]
     if len({one.ours["backend"] for one in found if one.ours is not None}) > 1:
@@ -122,6 +125,7 @@ def bench_table(found: Sequence[Standing], labels: Sequence[str], width: int) ->
     for number, name in enumerate(peers):
         columns.append(Column(name, [_tflops(one.peers.get(name)) for one in found], 5 + number))
     columns.append(Column("vs best", [against_best(one) for one in found], 1))
+    columns = [c for c in columns if c.rank <= 1 or any(text != "-" for text in c.cells)]
     behind = [one.against_best is not None and one.against_best.behind for one in found]
     return _table(columns, ["red" if is_behind else None for is_behind in behind], width)
 
