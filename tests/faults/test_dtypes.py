@@ -10,7 +10,7 @@ import torch
 from flashdig import attention
 from flashdig.kernels.reference import reference_attention
 from tests.faults.budget import assert_within_budget
-from tests.faults.targets import CPU, qkv, randn
+from tests.faults.targets import CPU, every_backend, qkv, randn
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -22,6 +22,7 @@ def mixed(device, requires_grad=True):
     return q, k, v
 
 
+@every_backend
 def test_autocast_computes_in_its_dtype(attend, device) -> None:
     q, k, v = mixed(device)
     with torch.autocast(device, torch.bfloat16):
@@ -37,6 +38,7 @@ def test_autocast_computes_in_its_dtype(attend, device) -> None:
         assert torch.equal(a.bfloat16(), b)
 
 
+@every_backend
 def test_the_backward_may_run_inside_autocast_or_outside(attend, device) -> None:
     inputs = mixed(device)
     grads = []
@@ -49,6 +51,17 @@ def test_the_backward_may_run_inside_autocast_or_outside(attend, device) -> None
         if not inside:
             grads.append(torch.autograd.grad(out, inputs, upstream))
     for a, b in zip(*grads, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("path", ["tiled", "reference"])
+def test_products_inside_stay_float32_under_autocast(device, path) -> None:
+    q, k, v = mixed(device, requires_grad=False)
+    half = [x.bfloat16() for x in (q, k, v)]
+    expected = attention(*half, return_lse=True, backend=path)
+    with torch.autocast(device, torch.bfloat16):
+        found = attention(q, k, v, return_lse=True, backend=path)
+    for a, b in zip(found, expected, strict=True):
         assert torch.equal(a, b)
 
 

@@ -199,7 +199,9 @@ def _dense_forward(
     out_dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     tiles = Tiles(q, k, v, bias, alibi_slopes, terms)
-    out, lse = walk_forward(tiles, sinks, v.shape[-1])
+    # autocast has cast the inputs; inside it would round the tiles' products too
+    with torch.autocast(q.device.type, enabled=False):
+        out, lse = walk_forward(tiles, sinks, v.shape[-1])
     return out.flatten(1, 2).transpose(1, 2).to(out_dtype).contiguous(), lse.flatten(1, 2)
 
 
@@ -219,15 +221,16 @@ def _dense_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """dq, dk, dv, dbias and dsinks in the dtype of the computation, laid out as the inputs."""
     tiles = Tiles(q, k, v, bias, alibi_slopes, terms)
-    dq, dk, dv, dbias, dsinks = walk_backward(
-        tiles,
-        sinks,
-        _grouped(out, tiles),
-        lse.unflatten(1, tiles.heads),
-        None if grad_out is None else _grouped(grad_out, tiles),
-        None if grad_lse is None else grad_lse.unflatten(1, tiles.heads),
-        bias if want_bias else None,
-    )
+    with torch.autocast(q.device.type, enabled=False):
+        dq, dk, dv, dbias, dsinks = walk_backward(
+            tiles,
+            sinks,
+            _grouped(out, tiles),
+            lse.unflatten(1, tiles.heads),
+            None if grad_out is None else _grouped(grad_out, tiles),
+            None if grad_lse is None else grad_lse.unflatten(1, tiles.heads),
+            bias if want_bias else None,
+        )
     return (
         dq.flatten(1, 2).transpose(1, 2),
         dk.transpose(1, 2),
