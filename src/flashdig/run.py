@@ -58,7 +58,11 @@ def _capability(device: int) -> tuple[int, int]:
 
 
 def _run_fused_cpu(call: Call, backend: str) -> Results:
-    q, k, v = (x.transpose(1, 2) for x in (call.q, call.k, call.v))
+    # torch's kernel wants unit strides in head_dim, and refuses others
+    q, k, v = (
+        (x if x.stride(3) == 1 else x.contiguous()).transpose(1, 2)
+        for x in (call.q, call.k, call.v)
+    )
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         out = F.scaled_dot_product_attention(
             q, k, v, is_causal=call.problem.causal, scale=call.softmax_scale
@@ -119,11 +123,13 @@ def _run_reference(call: Call, backend: str) -> Results:
         "v_descale": call.v_descale,
         "precision": torch.float64 if call.q.dtype == torch.float64 else torch.float32,
     }
-    if call.packing is None:
-        out, lse = reference_attention(call.q, call.k, call.v, bias=call.bias, **options)
-    else:
-        where = vars(call.packing)
-        out, lse = reference_attention_varlen(call.q, call.k, call.v, **where, **options)
+    # autocast has cast the inputs; inside it would round the products too
+    with torch.autocast(call.q.device.type, enabled=False):
+        if call.packing is None:
+            out, lse = reference_attention(call.q, call.k, call.v, bias=call.bias, **options)
+        else:
+            where = vars(call.packing)
+            out, lse = reference_attention_varlen(call.q, call.k, call.v, **where, **options)
     return out.to(call.out_dtype), lse
 
 
