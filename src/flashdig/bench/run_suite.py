@@ -7,6 +7,7 @@ whole path can be tried anywhere.
 
 from __future__ import annotations
 
+import gc
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -165,6 +166,8 @@ def measure_cell(plan: Plan, cell: Cell, device: str, progress: Progress) -> lis
             _time(of_pass, prepared, plan.rounds_of(cell), plan.suite.target_ms, device, say)
             _require_device(device, f"timing {cell.title}, {direction}")
     del prepared, inputs
+    # compiled functions keep their arguments in cycles
+    gc.collect()
     _free(device)
     return found
 

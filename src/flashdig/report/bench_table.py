@@ -21,8 +21,8 @@ LEGEND = (
     "peer ours is, median of the rounds' own ratios, [interval between their order statistics that "
     "covers the median with at least 95 %]; A/A: how much a repeated measurement of the same call "
     "differs within a round, the larger of ours and the best peer's, median; * marks cells behind: "
-    "the whole interval lies below 1. memory: peak above the inputs, of the forward, or in the backward's table of forward and "
-    "backward. Backward times are of the backward alone."
+    "the whole interval lies below 1. memory: peak above the inputs, of the forward, or in the "
+    "backward's table of forward and backward. Backward times are of the backward alone."
 )
 
 
