@@ -191,7 +191,7 @@ def _call(
         sinks=options.sinks is not None,
         packed=packing is not None,
         deterministic=options.deterministic or torch.are_deterministic_algorithms_enabled(),
-        allow_tf32=q.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32,
+        allow_tf32=q.dtype == torch.float32 and _tf32_allowed(),
     )
     scale = options.softmax_scale
     return Call(
@@ -217,6 +217,12 @@ def _alibi_kind(slopes: torch.Tensor | None) -> Literal["none", "heads", "batch_
     if slopes is None:
         return "none"
     return "heads" if slopes.dim() == 1 else "batch_heads"
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _tf32_allowed() -> bool:
+    # torch.backends.cuda.matmul.allow_tf32 raises once anyone has used the newer settings
+    return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 
 def _under_autocast(x: torch.Tensor) -> torch.Tensor:

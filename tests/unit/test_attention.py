@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import flashdig
-from flashdig import AttentionProblem, attention
+from flashdig import AttentionProblem, attention, run
 from flashdig.dispatch import Request, choose, support
 from flashdig.kernels.reference import reference_attention
 from tests.attention_cases import CASES, build, gradients, taking_gradients
@@ -89,9 +89,25 @@ BAD = {
     ],
     "causal": [({"causal": "right"}, ValueError), ({"causal": 2}, ValueError)],
     "window": [({"window": (-5, 0)}, ValueError), ({"window": 4}, TypeError)],
-    "softmax_scale": [({"softmax_scale": float("nan")}, ValueError)],
-    "softcap": [({"softcap": -1.0}, ValueError), ({"softcap": float("inf")}, ValueError)],
-    "dropout_p": [({"dropout_p": -0.1}, ValueError), ({"dropout_p": 1.5}, ValueError)],
+    "softmax_scale": [
+        ({"softmax_scale": float("nan")}, ValueError),
+        ({"softmax_scale": tensor(1)}, TypeError),
+    ],
+    "softcap": [
+        ({"softcap": -1.0}, ValueError),
+        ({"softcap": float("inf")}, ValueError),
+        ({"softcap": "5"}, TypeError),
+    ],
+    "dropout_p": [
+        ({"dropout_p": -0.1}, ValueError),
+        ({"dropout_p": 1.5}, ValueError),
+        ({"dropout_p": float("nan")}, ValueError),
+        ({"dropout_p": True}, TypeError),
+        ({"dropout_p": None}, TypeError),
+    ],
+    "deterministic": [({"deterministic": "yes"}, TypeError)],
+    "return_lse": [({"return_lse": None}, TypeError)],
+    "backend": [({"backend": None}, ValueError)],
     "bias": [
         ({"bias": tensor(2, 4, 5)}, ValueError),
         ({"bias": tensor(2, 4, 5, 6)}, ValueError),
@@ -207,6 +223,23 @@ def test_autocast_computes_in_its_dtype_and_gradients_keep_theirs() -> None:
     assert out.dtype == torch.bfloat16
     dq, dv = torch.autograd.grad(out.float().sum(), (q, v))
     assert (dq.dtype, dv.dtype) == (torch.float32, torch.bfloat16)
+
+
+@pytest.mark.parametrize("where", [torch.backends, torch.backends.cuda.matmul])
+def test_tf32_follows_torchs_setting(where, monkeypatch) -> None:
+    seen = []
+    monkeypatch.setattr(run, "choose", lambda *given: seen.append(given[0]) or choose(*given))
+    q = torch.zeros(1, 3, 1, 8)
+    attention(q, q, q)
+    before = where.fp32_precision
+    where.fp32_precision = "tf32"
+    try:
+        attention(q, q, q)
+        attention(q.half(), q.half(), q.half())
+    finally:
+        where.fp32_precision = before
+    attention(q, q, q)
+    assert [problem.allow_tf32 for problem in seen] == [False, True, False, False]
 
 
 def test_dropout_follows_the_generator() -> None:

@@ -56,8 +56,8 @@ _library.define(
 def attention_op(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse of the inputs of `flashdig::attention_forward`, differentiable once.
 
-    Under torch.func's transforms an operator's own autograd formula cannot run, so there the same
-    formula runs as an autograd function above the operator.
+    torch.func's transforms do not see an autograd function inside an operator, so there it runs
+    above the operator.
     """
     operator = torch.ops.flashdig.attention_forward.default
     call: Any = _AttentionFunction.apply if _under_transform() else operator
@@ -149,6 +149,17 @@ def _differentiate(
     return tuple(result)
 
 
+def _forward_below_autograd(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    with torch._C._AutoDispatchBelowAutograd():
+        out, lse = torch.ops.flashdig.attention_forward.default(*inputs)
+    return out, lse
+
+
+def _backward_below_autograd(*inputs: Any) -> tuple[torch.Tensor, ...]:
+    with torch._C._AutoDispatchBelowAutograd():
+        return tuple(torch.ops.flashdig.attention_backward.default(*inputs))
+
+
 def _refuse_second(ctx: Any, *gradients: Any) -> Any:
     raise RuntimeError(
         f"attention is not twice differentiable with backend {ctx.backend!r}; "
@@ -165,9 +176,10 @@ _batched_backward = functools.partial(batching.backward, _backward_op)
 
 
 class _AttentionFunction(torch.autograd.Function):
-    """The operator's formula for torch.func's transforms."""
+    @staticmethod
+    def forward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return _forward_below_autograd(*inputs)
 
-    forward = staticmethod(torch.ops.flashdig.attention_forward.default)
     setup_context = staticmethod(_save)
     backward = staticmethod(_differentiate)
     vmap = staticmethod(_batched_forward)
@@ -176,30 +188,66 @@ class _AttentionFunction(torch.autograd.Function):
 class _AttentionBackwardFunction(torch.autograd.Function):
     @staticmethod
     def forward(*inputs: Any) -> tuple[torch.Tensor, ...]:
-        return tuple(torch.ops.flashdig.attention_backward.default(*inputs))
+        return _backward_below_autograd(*inputs)
 
     setup_context = staticmethod(_save_backend)
     backward = staticmethod(_refuse_second)
     vmap = staticmethod(_batched_backward)
 
 
+class _PlainAttentionFunction(torch.autograd.Function):
+    """Without torch.func: without the cost of binding the arguments for `setup_context`."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        output = _forward_below_autograd(*inputs)
+        _save(ctx, inputs, output)
+        return output
+
+    backward = staticmethod(_differentiate)
+
+
+class _PlainAttentionBackwardFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[torch.Tensor, ...]:
+        ctx.backend = inputs[-1]
+        return _backward_below_autograd(*inputs)
+
+    backward = staticmethod(_refuse_second)
+
+
+def _forward_with_autograd(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    if not _takes_gradient(inputs[:TENSORS]):
+        return _forward_below_autograd(*inputs)
+    apply: Any = _PlainAttentionFunction.apply
+    out, lse = apply(*inputs)
+    return out, lse
+
+
+def _backward_with_autograd(*inputs: Any) -> list[torch.Tensor]:
+    if not _takes_gradient(inputs[: TENSORS + 4]):
+        return list(_backward_below_autograd(*inputs))
+    apply: Any = _PlainAttentionBackwardFunction.apply
+    return list(apply(*inputs))
+
+
+def _takes_gradient(tensors: tuple[torch.Tensor | None, ...]) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
 def _register() -> None:
-    for name, kernel, fake, differentiate, save, batched in (
-        ("attention_forward", _forward, _fake_forward, _differentiate, _save, _batched_forward),
-        (
-            "attention_backward",
-            _backward,
-            _fake_backward,
-            _refuse_second,
-            _save_backend,
-            _batched_backward,
-        ),
+    # torch.library.register_autograd takes a millisecond a call for so many arguments (torch 2.13
+    # looks every one up in the schema)
+    _library.impl("attention_forward", _forward_with_autograd, "Autograd")
+    _library.impl("attention_backward", _backward_with_autograd, "Autograd")
+    _library.impl("attention_forward", _forward, "CompositeExplicitAutograd")
+    _library.impl("attention_backward", _backward, "CompositeExplicitAutograd")
+    for name, fake, batched in (
+        ("flashdig::attention_forward", _fake_forward, _batched_forward),
+        ("flashdig::attention_backward", _fake_backward, _batched_backward),
     ):
-        qualified = f"flashdig::{name}"
-        _library.impl(name, kernel, "CompositeExplicitAutograd")
-        torch.library.register_fake(qualified, fake, lib=_library)
-        torch.library.register_autograd(qualified, differentiate, setup_context=save, lib=_library)
-        torch.library.register_vmap(qualified, batched, lib=_library)
+        torch.library.register_fake(name, fake, lib=_library)
+        torch.library.register_vmap(name, batched, lib=_library)
     flops.register()
 
 
