@@ -21,9 +21,23 @@ from flashdig.hardware.arch import architecture
 from flashdig.report.sass_terminal import show_against, show_cards
 
 FOLDER = Path(__file__).parents[1] / "data" / "sass"
-REGISTERS = {"v1_sm_90": 146, "v2_sm_80": 155, "v2_sm_90": 120, "v2_sm_100": 103}
+REGISTERS = {
+    "v1_sm_90": 146,
+    "v2_sm_80": 155,
+    "v2_sm_90": 120,
+    "v2_sm_100": 103,
+    "v2_fp32_sm_90": 194,
+    "v2_transposed_fp32_sm_90": 187,
+}
 FMA_LOOP = {"whole": {"FFMA": 4104}, "loop": {"FFMA": 4104, "MUFU.EX2": 40}}
-SHARED = {"v1_sm_90": 57856, "v2_sm_80": 40960, "v2_sm_90": 57344, "v2_sm_100": 57376}
+SHARED = {
+    "v1_sm_90": 57856,
+    "v2_sm_80": 40960,
+    "v2_sm_90": 57344,
+    "v2_sm_100": 57376,
+    "v2_fp32_sm_90": 45184,
+    "v2_transposed_fp32_sm_90": 45184,
+}
 
 
 def listing(name: str) -> str:
@@ -31,7 +45,8 @@ def listing(name: str) -> str:
 
 
 def card(name: str) -> SassCard:
-    exhibit, arch = name.split("_", 1)
+    exhibit, arch = name.split("_sm_")
+    arch = f"sm_{arch}"
     text = listing(name)
     (kernel,) = function_names(text)
     compiled = Compiled(

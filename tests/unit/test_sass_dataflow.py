@@ -3,18 +3,24 @@
 Listings beside those of test_sass.py: fp32, head_dim 64, full attention, by Triton 3.6.0.
 """
 
+import dataclasses
+from pathlib import Path
+
 import pytest
 
+from flashdig.bench.results import read_record
 from flashdig.costs.schedules import exhibit_tile
 from flashdig.costs.shared_memory import fma_wavefronts
-from flashdig.evidence.bank_conflicts import LoopBanks, loop_banks
+from flashdig.evidence.bank_conflicts import LoopBanks, loop_banks, loop_conflicts
 from flashdig.evidence.gemms import Gemms, sort_products
 from flashdig.evidence.lane_values import lane_values
 from flashdig.evidence.sass import inner_loop, parse_sass
+from flashdig.evidence.sass_card import with_measured
 from flashdig.evidence.sass_operands import operands
 from tests.unit.test_sass import card, code, listing
 
 WARPS = 4
+RECORD = Path(__file__).parents[2] / "benchmarks" / "results" / "nvidia-h200" / "dig.json"
 
 
 def written_and_read(line: str) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
@@ -211,7 +217,8 @@ def test_what_is_not_understood_is_unknown(line) -> None:
 
 def banks(name: str) -> LoopBanks:
     found = parse_sass(listing(name))
-    return loop_banks(found, inner_loop(found), 32 * WARPS)
+    loop = inner_loop(found)
+    return loop_banks(loop, loop_conflicts(found, loop, 32 * WARPS))
 
 
 @pytest.mark.parametrize("exhibit", ["v2_fp32", "v2_transposed_fp32"])
@@ -223,6 +230,9 @@ def test_conflicts_in_the_code_are_those_of_the_cost_model(exhibit) -> None:
     modelled = fma_wavefronts(*sizes, k_is_transposed="transposed" in exhibit)
     assert found.known == found.instructions
     assert found.conflicts.wavefronts - modelled == 192
+    # one wavefront a clock
+    cycles = card(f"{exhibit}_sm_90").cycles
+    assert cycles["shared memory"] == found.conflicts.wavefronts
     clean = fma_wavefronts(*sizes, k_is_transposed=True)
     assert found.conflicts.conflicts == modelled - clean
 
@@ -239,6 +249,36 @@ def test_conflicts_in_words() -> None:
 def test_a_layout_that_is_not_known() -> None:
     lines = (".L:", "LDG.E R1, [R2.64]", "LDS R9, [R1]", "HMMA.16816.F32 R4, R8, R12, R4")
     found = parse_sass(code(*lines, "@P0 BRA `(.L)", "EXIT"))
-    unknown = loop_banks(found, inner_loop(found), 32)
+    loop = inner_loop(found)
+    unknown = loop_banks(loop, loop_conflicts(found, loop, 32))
     assert (unknown.instructions, unknown.known, unknown.worst) == (1, 0, None)
     assert unknown.explain().startswith("bank conflicts unknown: the layout of the 1 accesses")
+
+
+def test_cycles_measured_by_a_record() -> None:
+    record = read_record(RECORD)
+    plain = card("v2_fp32_sm_90")
+    measured = with_measured(plain, record).measured
+    assert measured.problem == "batch 10, heads 64, seqlen 1024, head_dim 64, float32"
+    # 132 SMs did 640 heads of 32 x 32 tiles at the clock of that run
+    row = next(
+        row
+        for row in record.rows
+        for kernel in row.get("kernels", ())
+        if kernel["name"] == plain.kernel and kernel["us"] == measured.kernel_us
+    )
+    cycles = measured.kernel_us * row["sm_clock_mhz"] * 132 / (640 * 32 * 32)
+    assert measured.cycles == pytest.approx(cycles)
+    # bank conflicts are what this kernel does: nothing else takes so long
+    assert plain.limiter == "shared memory"
+    assert measured.cycles == pytest.approx(plain.cycles["shared memory"], rel=0.05)
+    said = with_measured(plain, record).sentences
+    assert any(s.startswith(f"measured: {measured.cycles:.0f} cycles of an SM") for s in said)
+
+
+def test_a_record_of_another_chip_or_kernel_measures_nothing() -> None:
+    record = read_record(RECORD)
+    for name in ("v2_sm_80", "v2_sm_100"):
+        assert with_measured(card(name), record).measured is None
+    other = dataclasses.replace(card("v2_sm_90"), kernel="gemm")
+    assert with_measured(other, record).measured is None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -54,6 +54,9 @@ def command(
     against: Annotated[
         str | None, typer.Option(help="A second subject, side by side with the one given.")
     ] = None,
+    record: Annotated[
+        Path | None, typer.Option(help="A dig's record: cycles measured on the same chip.")
+    ] = None,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds for a MODULE:KERNEL.")] = 300.0,
     as_json: Annotated[bool, typer.Option("--json", help="Everything as JSON.")] = False,
 ) -> None:
@@ -88,8 +91,13 @@ def command(
     if exhibits:
         found += exhibit_cards(exhibits, problem, archs)
     found += kernel_cards(requests, timeout_s=timeout)
+    if record is not None:
+        found = _with_record(found, record)
     if as_json:
+        import triton
+
         shown = {
+            "triton": triton.__version__,
             "cards": [card.to_dict() for card in found.cards],
             "failures": [asdict(failure) for failure in found.failures],
         }
@@ -215,6 +223,18 @@ def _folder(name: str, match: str | None, archs: list[str] | None) -> Found:
     except ValueError as error:
         raise UnreadableInputError(str(error)) from error
     return cache_cards(contents)
+
+
+def _with_record(found: Found, path: Path) -> Found:
+    from flashdig.bench.results import read_record
+    from flashdig.bench.rows import RecordError
+    from flashdig.evidence.sass_card import with_measured
+
+    try:
+        content = read_record(path)
+    except RecordError as error:
+        raise UnreadableInputError(str(error)) from error
+    return replace(found, cards=tuple(with_measured(card, content) for card in found.cards))
 
 
 def _show(found: Found, subject: str, against: str | None) -> None:

@@ -64,29 +64,37 @@ class LoopBanks:
         )
 
 
-def loop_banks(code: Sequence[Instruction], loop: Loop, threads: int) -> LoopBanks | None:
-    """Conflicts of the loop's accesses, every lane taken as active; None when it has none."""
+def loop_conflicts(
+    code: Sequence[Instruction], loop: Loop, threads: int
+) -> dict[int, BankConflicts | None]:
+    """Address -> conflicts of each of the loop's accesses, all warps together.
+
+    Every lane is taken as active; None where the addresses are unknown.
+    """
     inside = [i for i in loop.instructions if i.base in _ACCESSES and i.runs]
     if not inside:
-        return None
+        return {}
     wanted = {i.address for i in inside}
     values = lane_values(code, threads, lambda i: i.address in wanted)
-    return count_banks(inside, values)
+    return {i.address: _conflicts(i, values.get(i.address)) for i in inside}
 
 
-def count_banks(inside: Sequence[Instruction], values: Mapping[int, Value]) -> LoopBanks:
-    """Conflicts of accesses with what is known of their addresses."""
-    found = [(i, one) for i in inside if (one := _conflicts(i, values.get(i.address))) is not None]
+def loop_banks(loop: Loop, found: Mapping[int, BankConflicts | None]) -> LoopBanks | None:
+    """The sum of what `loop_conflicts` found; None for a loop without accesses."""
+    if not found:
+        return None
+    known = {address: one for address, one in found.items() if one is not None}
     total = BankConflicts(
-        requests=sum(one.requests for _, one in found),
-        wavefronts=sum(one.wavefronts for _, one in found),
-        ideal_wavefronts=sum(one.ideal_wavefronts for _, one in found),
+        requests=sum(one.requests for one in known.values()),
+        wavefronts=sum(one.wavefronts for one in known.values()),
+        ideal_wavefronts=sum(one.ideal_wavefronts for one in known.values()),
     )
-    worst = max(found, key=lambda pair: pair[1].slow_down, default=None)
     shown = None
-    if worst is not None and worst[1].conflicts:
-        shown = (worst[0].opcode, worst[1].slow_down)
-    return LoopBanks(len(inside), len(found), total, shown)
+    if total.conflicts:
+        address = max(known, key=lambda place: known[place].slow_down)
+        opcode = next(i.opcode for i in loop.instructions if i.address == address)
+        shown = (opcode, known[address].slow_down)
+    return LoopBanks(len(found), len(known), total, shown)
 
 
 def _conflicts(instruction: Instruction, value: Value) -> BankConflicts | None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from flashdig.costs.banks import WAVEFRONT_BYTES, BankConflicts
 from flashdig.costs.shared_memory import forward_operands
 from flashdig.evidence.sass import FAMILIES, MATRIX_FAMILIES, Instruction, families
 from flashdig.hardware.arch import Architecture
@@ -35,13 +36,18 @@ def matrices(instruction: Instruction) -> int | None:
 
 
 def loop_cycles(
-    arch: Architecture, loop: Sequence[Instruction], threads: int, shape: TileShape | None
+    arch: Architecture,
+    loop: Sequence[Instruction],
+    threads: int,
+    shape: TileShape | None,
+    conflicts: Mapping[int, BankConflicts | None] | None = None,
 ) -> dict[str, float | None]:
     """Pipe -> cycles of an SM for one iteration of a block in which every warp runs `loop`.
 
-    Shared memory is counted without bank conflicts and as if no two lanes read the same word. The
-    shape of tcgen05's products is not in the code, so they are those of `shape`; None without it,
-    and for tensor cores whose rate for this instruction is not known.
+    Shared memory is counted by wavefronts where `conflicts` (of an address, in all warps) has them;
+    elsewhere without bank conflicts and as if no two lanes read the same word. The shape of
+    tcgen05's products is not in the code, so they are those of `shape`; None without it, and for
+    tensor cores whose rate for this instruction is not known.
     """
     warps = -(-threads // arch.warp_size)
     running = [i for i in loop if i.runs]
@@ -56,7 +62,7 @@ def loop_cycles(
     if arch.exp2_per_clock is not None:
         cycles["exp2"] = counts.get("MUFU", 0) * threads / arch.exp2_per_clock
     cycles["FMA units"] = fma * threads / arch.fma_per_clock
-    cycles["shared memory"] = _shared_cycles(arch, running, warps, shape)
+    cycles["shared memory"] = _shared_cycles(arch, running, warps, shape, conflicts or {})
     cycles["issue"] = len(loop) * warps / arch.issue_per_clock
     return cycles
 
@@ -105,14 +111,20 @@ def product_size(base: str, modifiers: Sequence[str]) -> int | None:
 
 
 def _shared_cycles(
-    arch: Architecture, loop: Sequence[Instruction], warps: int, shape: TileShape | None
+    arch: Architecture,
+    loop: Sequence[Instruction],
+    warps: int,
+    shape: TileShape | None,
+    conflicts: Mapping[int, BankConflicts | None],
 ) -> float | None:
     """Accesses of warps, and what wgmma and tcgen05 read of their operands themselves."""
     total = 0.0
     tcgen05 = False
     for instruction in loop:
         base, modifiers = instruction.base, instruction.opcode.split(".")[1:]
-        if base in ("LDS", "STS", "LDGSTS"):
+        if (known := conflicts.get(instruction.address)) is not None:
+            total += WAVEFRONT_BYTES * known.wavefronts
+        elif base in ("LDS", "STS", "LDGSTS"):
             width = next((WIDTHS[m] for m in modifiers if m in WIDTHS), 4)
             total += width * arch.warp_size * warps
         elif base in ("LDSM", "STSM"):

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from flashdig.evidence.bank_conflicts import LoopBanks, loop_banks
+from flashdig.bench.results import Record
+from flashdig.costs.banks import BankConflicts
+from flashdig.evidence.bank_conflicts import LoopBanks, loop_banks, loop_conflicts
 from flashdig.evidence.gemms import Gemms, fma_size, sort_products
 from flashdig.evidence.loop_cycles import TileShape, loop_cycles, product_size
+from flashdig.evidence.measured_loops import MeasuredLoop, measured_loop
 from flashdig.evidence.offline import Compiled, OfflineError, read_cubin
 from flashdig.evidence.ptxas import PtxasError, PtxasReport, run_ptxas
 from flashdig.evidence.sass import (
@@ -54,6 +57,7 @@ class SassCard:
         gemms: the loop's products by what they multiply; None without an exponential in the loop.
         banks: conflicts of the loop's accesses to shared memory; None without accesses or threads.
         ptxas: what ptxas says of the kernel's PTX; None where there is none, as beside a cubin.
+        measured: cycles of an SM for one iteration, from a record of this chip.
         note: what the reader must know of how the card was made; empty for nothing.
     """
 
@@ -76,6 +80,7 @@ class SassCard:
     banks: LoopBanks | None = None
     ptxas: PtxasReport | None = None
     note: str = ""
+    measured: MeasuredLoop | None = None
 
     @property
     def limiter(self) -> str | None:
@@ -111,6 +116,9 @@ class SassCard:
             said.append(
                 f"busiest pipe of the loop: {self.limiter}, {self.cycles[self.limiter]:.0f} cycles"
             )
+        if self.measured is not None:
+            busiest = None if self.limiter is None else self.cycles[self.limiter]
+            said.append(self.measured.explain(busiest))
         if self.note:
             said.append(self.note)
         return said
@@ -145,7 +153,11 @@ class SassCard:
             for field in fields(cls)
             if field.name in values or field.name not in optional
         }
-        for name, kind in (("occupancy", Occupancy), ("gemms", Gemms)):
+        for name, kind in (
+            ("occupancy", Occupancy),
+            ("gemms", Gemms),
+            ("measured", MeasuredLoop),
+        ):
             if found.get(name) is not None:
                 found[name] = kind(**found[name])
         if found.get("banks") is not None:
@@ -167,6 +179,14 @@ def card_of(subject: str, arch: str, kernel: Compiled, *, note: str = "") -> Sas
     }
     code = _Code(kernel.name, kernel.listing, kernel.ptx, kernel.options, note)
     return _card(subject, arch, code, found)
+
+
+def with_measured(card: SassCard, record: Record) -> SassCard:
+    """The card with what a dig's record shows of its kernel on its chip."""
+    shape = shape_of(card.kernel)
+    if shape is None:
+        return card
+    return replace(card, measured=measured_loop(record, card.kernel, shape, card.arch))
 
 
 def card_of_cubin(path: Path, *, subject: str | None = None) -> SassCard:
@@ -222,8 +242,9 @@ def _card(subject: str, arch: str, code: _Code, found: Mapping[str, Any]) -> Sas
     facts, instructions = architecture(arch), parse_sass(code.listing)
     loop = inner_loop(instructions)
     inside = loop.instructions if loop is not None else ()
-    threads, shape = found["threads"], _shape(code.kernel)
+    threads, shape = found["threads"], shape_of(code.kernel)
     occupied = banks = None
+    conflicts: dict[int, BankConflicts | None] = {}
     if threads is not None:
         occupied = occupancy(
             facts,
@@ -231,7 +252,9 @@ def _card(subject: str, arch: str, code: _Code, found: Mapping[str, Any]) -> Sas
             registers_per_thread=found["registers"],
             shared_bytes_per_block=found["shared_bytes"] or 0,
         )
-        banks = loop_banks(instructions, loop, threads) if loop is not None else None
+        if loop is not None:
+            conflicts = loop_conflicts(instructions, loop, threads)
+            banks = loop_banks(loop, conflicts)
     report, note = _ptxas(code, found["registers"])
     in_loop = families(inside)
     return SassCard(
@@ -245,7 +268,7 @@ def _card(subject: str, arch: str, code: _Code, found: Mapping[str, Any]) -> Sas
         whole=families(instructions),
         loop=in_loop,
         exp2_expected=shape.tile_m * shape.tile_n // threads if shape and threads else None,
-        cycles=loop_cycles(facts, inside, threads, shape) if inside and threads else {},
+        cycles=loop_cycles(facts, inside, threads, shape, conflicts) if inside and threads else {},
         gemms=_gemms(inside, threads, shape) if in_loop.get("MUFU.EX2") else None,
         banks=banks,
         ptxas=report,
@@ -303,6 +326,7 @@ def _multiply_adds_of_a_warp(instruction: Instruction) -> int | None:
     return size // 4 if instruction.base == "HGMMA" else size
 
 
-def _shape(kernel: str) -> TileShape | None:
+def shape_of(kernel: str) -> TileShape | None:
+    """The tile in the name of one of our kernels."""
     found = _TILE.search(kernel)
     return TileShape(int(found["m"]), int(found["n"]), int(found["d"])) if found else None

@@ -114,6 +114,9 @@ def card_figures(cards: Sequence[SassCard]) -> dict[str, list[Value]]:
     for pipe in _PIPES:
         if any(pipe in card.cycles for card in cards):
             rows[f"loop cycles: {pipe}"] = [card.cycles.get(pipe) for card in cards]
+    if any(card.measured for card in cards):
+        measured = [card.measured for card in cards]
+        rows["loop cycles: measured"] = [one.cycles if one else None for one in measured]
     return rows
 
 
