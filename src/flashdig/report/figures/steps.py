@@ -72,8 +72,9 @@ def steps(rows: Sequence[Row], name: str = NAME) -> Picture | Missing:
     alt = _alt(falls)
     caption = (
         "Each bar runs from the time before a step to the time after it, on a log axis, so that "
-        "its length is its share of the gain from v1 to v2 (in brackets). Hatched in red: a loss. "
-        "“Without it” is how much slower v2 is without this step alone."
+        "its length is its share of the gain from v1 to v2 (in brackets). Hatched bars that go "
+        "back to the right are losses. “Without it” is how many times as slow v2 is without this "
+        "step alone."
     )
     if any(not fall.is_of_v2 for fall in falls):
         caption += " What stands below v2 is not a part of it."
