@@ -197,6 +197,15 @@ def test_a_run_in_which_nothing_passed_has_reasons_for_every_figure() -> None:
     assert all(isinstance(figure, Missing) for figure in pictures_of([], H200))
 
 
+@pytest.mark.parametrize("sizes", [{"batch": 0}, {"seqlen_q": 0}, {"seqlen_k": 0}])
+def test_problems_without_work_are_missing_or_drawn(sizes) -> None:
+    rows = [{**row, **sizes} for row in without_a_gpu(default_rows())]
+    figures = {figure.name: figure for figure in pictures_of(rows, H200)}
+    for name in ("roofline", "waves", "pipes"):
+        assert isinstance(figures[name], Missing), name
+    assert isinstance(figures["errors"], Picture)
+
+
 def test_figures_of_one_chip_and_problem_refuse_several() -> None:
     rows = [*default_rows(), *step_rows()]
     for figure in (roofline, waves):

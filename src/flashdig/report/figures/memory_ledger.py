@@ -103,6 +103,8 @@ def _groups(row: Row, device: Device) -> dict[str, dict[str, int]] | None:
         # a few scalars would stretch the axis by many decades
         if entry.issued.total_bytes > _SCALARS
     }
+    if not found:
+        return None
     whole = {
         column: sum(group.get(column, 0) for group in found.values())
         for column in ("compulsory", "issued", "expected at memory")
