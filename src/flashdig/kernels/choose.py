@@ -17,7 +17,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-Pass = Literal["forward", "dq", "dkdv"]
+Pass = Literal["forward", "dq", "dkdv", "dk", "dv"]
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def choose_tile(
     """The first row of the table that fits.
 
     Args:
-        pass_: "forward", "dq" or "dkdv".
+        pass_: "forward", "dq", "dkdv" (both in one launch), "dk" or "dv".
         arch: "sm_80", "sm_86", "sm_89", "sm_90", "sm_100" or "sm_120"; see `known_arch`.
         dtype: "float16", "bfloat16", "float32" or "tf32".
         extra_terms: the problem has a bias or dropout, which need registers of their own.

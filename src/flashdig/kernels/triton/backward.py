@@ -30,6 +30,8 @@ from flashdig.kernels.triton.backward_dq import flashdig_backward_dq
 Wanted = tuple[bool, bool, bool, bool, bool]
 # blocks that fill a large GPU; a bias gradient with fewer tiles is cut into parts
 BIAS_PROGRAMS = 512
+# wider heads leave no registers for both accumulators: dK and dV are made in two launches
+APART_ABOVE = 128
 
 
 def attention_backward(
@@ -102,13 +104,17 @@ def attention_backward(
     dq = dk = dv = dbias = dsinks = None
     if wanted[0]:
         dq = _dq(call, grad_out, lse, delta, configs.get("dq"))
-    if wanted[1] or wanted[2]:
-        dk, dv = _dkdv(call, grad_out, lse, delta, configs.get("dkdv"))
+    want_dk, want_dv = wanted[1:3]
+    if want_dk and want_dv and max(call.head_dim, call.head_dim_v) > APART_ABOVE:
+        dk, _ = _dkdv(call, grad_out, lse, delta, configs.get("dk"), want_dv=False)
+        _, dv = _dkdv(call, grad_out, lse, delta, configs.get("dv"), want_dk=False)
+    elif want_dk or want_dv:
+        dk, dv = _dkdv(call, grad_out, lse, delta, configs.get("dkdv"), want_dk, want_dv)
     if wanted[3] and bias is not None and bias.dtype != torch.bool:
         dbias = _dbias(call, bias, grad_out, lse, delta)
     if wanted[4] and sinks is not None:
         dsinks = _dsinks(sinks, lse, delta)
-    return dq, dk if wanted[1] else None, dv if wanted[2] else None, dbias, dsinks
+    return dq, dk, dv, dbias, dsinks
 
 
 def _empty_like_input(call: Call, x: torch.Tensor) -> torch.Tensor:
@@ -202,10 +208,15 @@ def _dkdv(
     lse: torch.Tensor,
     delta: torch.Tensor,
     config: TileConfig | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    config = _tile(call, "dkdv", config)
-    dk, dv = _empty_like_input(call, call.k), _empty_like_input(call, call.v)
-    tensors = {"q": call.q, "k": call.k, "v": call.v, "do": grad_out, "dk": dk, "dv": dv}
+    want_dk: bool = True,
+    want_dv: bool = True,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    config = _tile(call, "dkdv" if want_dk and want_dv else "dk" if want_dk else "dv", config)
+    dk = _empty_like_input(call, call.k) if want_dk else None
+    dv = _empty_like_input(call, call.v) if want_dv else None
+    # what is not wanted is not written: its pointer and strides stand in
+    written = {"dk": call.k if dk is None else dk, "dv": call.v if dv is None else dv}
+    tensors = {"q": call.q, "k": call.k, "v": call.v, "do": grad_out, **written}
     unit = unit_of(*tensors.values())
     programs = call.key_slots(config.block_n) * call.num_heads_kv * call.sequences_in_grid()
     flashdig_backward_dkdv[(check_grid(programs),)](
@@ -215,8 +226,8 @@ def _dkdv(
         dout_ptr=grad_out,
         lse_ptr=lse,
         delta_ptr=delta,
-        dk_ptr=dk,
-        dv_ptr=dv,
+        dk_ptr=written["dk"],
+        dv_ptr=written["dv"],
         **call.pointers(),
         **strides(unit, **tensors),
         **call.bias_strides(),
@@ -228,6 +239,8 @@ def _dkdv(
         WIDE=is_wide(max(config.block_m, config.block_n), *tensors.values()),
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
+        WANT_DK=want_dk,
+        WANT_DV=want_dv,
         NUM_STAGES=config.num_stages,
         num_warps=config.num_warps,
     )

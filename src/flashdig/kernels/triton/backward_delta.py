@@ -59,4 +59,6 @@ def flashdig_backward_delta(
     if dlse_ptr is not None:
         dlse_rows = batch * stride_dlb + head * stride_dlh + rows * stride_dlm
         delta -= tl.load(dlse_ptr + dlse_rows, mask=row_inside, other=0.0)
-    tl.store(delta_ptr + (program // slots).to(tl.int64) * seqlen_q + offs_m, delta, mask=row_inside)
+    tl.store(
+        delta_ptr + (program // slots).to(tl.int64) * seqlen_q + offs_m, delta, mask=row_inside
+    )

@@ -40,7 +40,9 @@ def _add_row_tiles(
     head,
     start_n,
     begin,
-    end,
+    tiles,
+    tiles_before,
+    skipped,
     row_begin,
     row_end,
     seqlen_q,
@@ -64,12 +66,17 @@ def _add_row_tiles(
     DROPOUT: tl.constexpr,
     MASKED: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
+    WANT_DK: tl.constexpr,
+    WANT_DV: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
     offs_d = tl.arange(0, BLOCK_D)
     offs_dv = tl.arange(0, BLOCK_DV)
     j = start_n + tl.arange(0, BLOCK_N)[:, None]
-    for start_m in tl.range(begin, end, BLOCK_M, num_stages=NUM_STAGES):
+    for tile in tl.range(0, tiles, num_stages=NUM_STAGES):
+        start_m = begin + tile * BLOCK_M
+        if MASKED:  # tiles on both sides of the unmasked ones
+            start_m = tl.where(tile < tiles_before, start_m, start_m + skipped)
         offs_m = start_m + tl.arange(0, BLOCK_M)
         i = offs_m[None, :]
         q_ptrs = q_ptr + offs_m[:, None] * stride_qm + offs_d[None, :]
@@ -99,6 +106,8 @@ def _add_row_tiles(
 
         # [BLOCK_N, BLOCK_D] @ [BLOCK_D, BLOCK_M] -> [BLOCK_N, BLOCK_M]
         products = tl.dot(k, tl.trans(q), input_precision=INPUT_PRECISION)
+        if WANT_DK:  # before the exponentials, so that the tensor cores work while they are taken
+            dprobs = tl.dot(v, tl.trans(dout), input_precision=INPUT_PRECISION)
         probs, visible, slope = probabilities(
             products,
             (lse * LOG2_E)[None, :],
@@ -126,7 +135,6 @@ def _add_row_tiles(
             live = tl.max(visible.to(tl.int32), 0) > 0
             q = tl.where(live[:, None], q, 0.0).to(q.dtype)
             dout = tl.where(live[:, None], dout, 0.0).to(dout.dtype)
-        dprobs = tl.dot(v, tl.trans(dout), input_precision=INPUT_PRECISION)
         kept = probs
         if DROPOUT:
             factors = keep_factors(
@@ -142,19 +150,22 @@ def _add_row_tiles(
                 True,
             )
             kept = probs * factors
-            dprobs *= factors
-        if INPUT_PRECISION == "tf32":
-            kept = round_to_tf32(kept)
-        # [BLOCK_N, BLOCK_M] @ [BLOCK_M, BLOCK_DV] -> [BLOCK_N, BLOCK_DV]
-        dv = tl.dot(kept.to(dout.dtype), dout, dv, input_precision=INPUT_PRECISION)
-        dscores = probs * (dprobs - delta[None, :])
-        if SOFTCAP:
-            dscores *= slope
-        if MASKED or BIAS != "none":
-            dscores = tl.where(visible, dscores, 0.0)
-        if INPUT_PRECISION == "tf32":
-            dscores = round_to_tf32(dscores)
-        dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision=INPUT_PRECISION)
+            if WANT_DK:
+                dprobs *= factors
+        if WANT_DV:
+            if INPUT_PRECISION == "tf32":
+                kept = round_to_tf32(kept)
+            # [BLOCK_N, BLOCK_M] @ [BLOCK_M, BLOCK_DV] -> [BLOCK_N, BLOCK_DV]
+            dv = tl.dot(kept.to(dout.dtype), dout, dv, input_precision=INPUT_PRECISION)
+        if WANT_DK:
+            dscores = probs * (dprobs - delta[None, :])
+            if SOFTCAP:
+                dscores *= slope
+            if MASKED or BIAS != "none":
+                dscores = tl.where(visible, dscores, 0.0)
+            if INPUT_PRECISION == "tf32":
+                dscores = round_to_tf32(dscores)
+            dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision=INPUT_PRECISION)
     return dk, dv
 
 
@@ -228,6 +239,8 @@ def flashdig_backward_dkdv(
     INPUT_PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    WANT_DK: tl.constexpr,
+    WANT_DV: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
     program = tl.program_id(0)
@@ -301,6 +314,9 @@ def flashdig_backward_dkdv(
     begin, full_begin, full_end, end = row_phases(
         start_n, end_n, row_begin, row_end, offset, left, right, BLOCK_M, LEFT, RIGHT
     )
+    tiles_before = (full_begin - begin) // BLOCK_M
+    full_tiles = (full_end - full_begin) // BLOCK_M
+    tiles_after = tl.maximum(tl.cdiv(end - full_end, BLOCK_M), 0)
     for member in range(0, group_size):
         head = head_kv * group_size + member
         head_row = head.to(tl.int64)
@@ -314,66 +330,69 @@ def flashdig_backward_dkdv(
         slope_log2 = 0.0
         if ALIBI:
             slope_log2 = tl.load(slopes_ptr + sequence * stride_slopes_b + head) * LOG2_E
-        for phase in tl.static_range(3):
-            if phase != 0 or RIGHT:
-                phase_begin = begin if phase == 0 else (full_begin if phase == 1 else full_end)
-                phase_end = full_begin if phase == 0 else (full_end if phase == 1 else end)
-                dk, dv = _add_row_tiles(
-                    dk,
-                    dv,
-                    k,
-                    v,
-                    q_ptr + head_row * stride_qh * UNIT,
-                    dout_ptr + head_row * stride_doh * UNIT,
-                    lse_ptr + row_statistics,
-                    delta_ptr + row_statistics,
-                    head_bias_ptr,
-                    stride_qm * UNIT,
-                    stride_dom * UNIT,
-                    stride_bias_m,
-                    stride_bias_n,
-                    slope_log2,
-                    seed,
-                    dropout_threshold,
-                    dropout_scale,
-                    sequence,
-                    head,
-                    start_n,
-                    phase_begin,
-                    phase_end,
-                    row_begin,
-                    row_end,
-                    seqlen_q,
-                    seqlen_k,
-                    offset,
-                    left,
-                    right,
-                    score_factor,
-                    softcap_log2,
-                    HEAD_DIM,
-                    HEAD_DIM_V,
-                    BLOCK_D,
-                    BLOCK_DV,
-                    BLOCK_M,
-                    BLOCK_N,
-                    LEFT,
-                    RIGHT,
-                    SOFTCAP,
-                    ALIBI,
-                    BIAS,
-                    DROPOUT,
-                    phase != 1,
-                    INPUT_PRECISION,
-                    NUM_STAGES,
-                )
+        for masked in tl.static_range(2):
+            dk, dv = _add_row_tiles(
+                dk,
+                dv,
+                k,
+                v,
+                q_ptr + head_row * stride_qh * UNIT,
+                dout_ptr + head_row * stride_doh * UNIT,
+                lse_ptr + row_statistics,
+                delta_ptr + row_statistics,
+                head_bias_ptr,
+                stride_qm * UNIT,
+                stride_dom * UNIT,
+                stride_bias_m,
+                stride_bias_n,
+                slope_log2,
+                seed,
+                dropout_threshold,
+                dropout_scale,
+                sequence,
+                head,
+                start_n,
+                begin if masked else full_begin,
+                tiles_before + tiles_after if masked else full_tiles,
+                tiles_before,
+                full_end - full_begin,
+                row_begin,
+                row_end,
+                seqlen_q,
+                seqlen_k,
+                offset,
+                left,
+                right,
+                score_factor,
+                softcap_log2,
+                HEAD_DIM,
+                HEAD_DIM_V,
+                BLOCK_D,
+                BLOCK_DV,
+                BLOCK_M,
+                BLOCK_N,
+                LEFT,
+                RIGHT,
+                SOFTCAP,
+                ALIBI,
+                BIAS,
+                DROPOUT,
+                masked == 1,
+                INPUT_PRECISION,
+                WANT_DK,
+                WANT_DV,
+                1 if masked else NUM_STAGES,
+            )
 
-    tl.store(
-        dk_ptr + columns[:, None] * (stride_dkn * UNIT) + offs_d[None, :],
-        (dk * softmax_scale).to(dk_ptr.dtype.element_ty),
-        mask=k_inside,
-    )
-    tl.store(
-        dv_ptr + columns[:, None] * (stride_dvn * UNIT) + offs_dv[None, :],
-        dv.to(dv_ptr.dtype.element_ty),
-        mask=v_inside,
-    )
+    if WANT_DK:
+        tl.store(
+            dk_ptr + columns[:, None] * (stride_dkn * UNIT) + offs_d[None, :],
+            (dk * softmax_scale).to(dk_ptr.dtype.element_ty),
+            mask=k_inside,
+        )
+    if WANT_DV:
+        tl.store(
+            dv_ptr + columns[:, None] * (stride_dvn * UNIT) + offs_dv[None, :],
+            dv.to(dv_ptr.dtype.element_ty),
+            mask=v_inside,
+        )

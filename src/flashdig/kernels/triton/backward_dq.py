@@ -88,6 +88,8 @@ def _add_key_tiles(
 
         # [BLOCK_M, BLOCK_D] @ [BLOCK_D, BLOCK_N] -> [BLOCK_M, BLOCK_N]
         products = tl.dot(q, tl.trans(k), input_precision=INPUT_PRECISION)
+        # before the exponentials, so that the tensor cores work while they are taken
+        dprobs = tl.dot(dout, tl.trans(v), input_precision=INPUT_PRECISION)
         probs, visible, slope = probabilities(
             products,
             lse_log2[:, None],
@@ -111,7 +113,6 @@ def _add_key_tiles(
             BIAS,
             MASKED,
         )
-        dprobs = tl.dot(dout, tl.trans(v), input_precision=INPUT_PRECISION)
         if DROPOUT:
             dprobs *= keep_factors(
                 seed,
