@@ -70,7 +70,7 @@ def test_a_batch_of_more_than_2_31_elements(attend, device) -> None:
     parts = [(slice(n, n + 1),) * 2 for n in (0, 8191, 16399)]
     for pairs in sliced(attend, inputs, upstream, {"causal": True}, parts):
         for a, b in pairs:
-            assert torch.equal(a, b)
+            near(a, b)
 
 
 @pytest.mark.heavy
@@ -87,10 +87,9 @@ def test_a_sequence_of_more_than_2_31_elements(attend, device) -> None:
         last = (slice(None), slice(-512, None), slice(head, head + 1))
         parts.append((last, last))
     for pairs in sliced(attend, inputs, upstream, options, parts):
-        for n, (a, b) in enumerate(pairs):
+        for a, b in pairs:
             # the slice's first rows see fewer keys; its last 256 rows and keys see the same
-            tolerance = 0 if n < 2 else 1e-2
-            torch.testing.assert_close(a[:, -256:], b[:, -256:], atol=tolerance, rtol=tolerance)
+            near(a[:, -256:], b[:, -256:])
 
 
 # name -> (batch, seqlen, num_heads, num_heads_kv) on a GPU and, above the same limit, on a CPU

@@ -79,8 +79,9 @@ def assert_packed_within_budget(attend_packed, inputs, cu_q, cu_k, *, lengths=()
     return out, lse, found
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize(
+    ("head_dim", "causal"), [(64, False), (64, True), (128, True), (256, True)]
+)
 def test_empty_sequences_in_a_batch(attend_packed, device, head_dim, causal) -> None:
     cu_q, cu_k = offsets(device, 0, 0, 5, 9, 9), offsets(device, 0, 7, 12, 16, 25)
     inputs = packed(device, BF16, 9, 25, 4, 1, head_dim)
@@ -221,7 +222,7 @@ def test_a_key_behind_the_used_length_never_beats_a_low_score(attend_packed, dev
 
 def test_the_lse_is_heads_by_rows(attend_packed, attend, device) -> None:
     cu = offsets(device, 0, 3, 3, 10)
-    q, k, v = (x.detach() for x in packed(device, torch.float32, 10, 10, 2, 2, 64))
+    q, k, v = (x.detach() for x in packed(device, BF16, 10, 10, 2, 2, 64))
     _, lse = attend_packed(q, k, v, cu, cu, return_lse=True)
     assert lse.shape == (2, 10)
     assert lse.dtype == torch.float32
