@@ -23,6 +23,7 @@ COMMANDS = {
     "bench": "flashdig.cli.bench",
     "predict": "flashdig.cli.predict",
     "sass": "flashdig.cli.sass",
+    "env": "flashdig.cli.env",
 }
 
 

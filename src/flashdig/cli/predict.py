@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flashdig.cli.errors import UsageError
+from flashdig.cli.problem_text import SHORT_DTYPES
 from flashdig.cli.sizes import parse_size
 from flashdig.costs.predict import predict
 from flashdig.costs.prediction import Prediction
@@ -18,8 +19,6 @@ from flashdig.problem import DTYPE_BYTES, AttentionProblem, Mask
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp8": "float8_e4m3fn"}
 
 
 def command(
@@ -100,9 +99,11 @@ def _problem(
     dtype: str,
     decode: bool,
 ) -> AttentionProblem:
-    dtype = _DTYPES.get(dtype, dtype)
+    dtype = SHORT_DTYPES.get(dtype, dtype)
     if dtype not in DTYPE_BYTES:
-        raise UsageError(f"--dtype must be {', '.join([*_DTYPES, *DTYPE_BYTES])}, got {dtype!r}")
+        raise UsageError(
+            f"--dtype must be {', '.join([*SHORT_DTYPES, *DTYPE_BYTES])}, got {dtype!r}"
+        )
     keys = parse_size(seqlen, "--seqlen")
     queries = parse_size(seqlen_q, "--seqlen-q") if seqlen_q else (1 if decode else keys)
     try:
