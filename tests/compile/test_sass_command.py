@@ -1,11 +1,16 @@
 """`flashdig sass` from exhibit to card, with the compiler."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
+import triton
 
 from flashdig.cli import main
+from flashdig.evidence.kernel_source import KernelRequest, parse_constants, parse_signature
+from flashdig.evidence.kernel_worker import RequestError, find_kernel, fit
+from tests.compile import sample_kernels
 
 
 def run(capsys, *arguments: str) -> tuple[int, str]:
@@ -46,6 +51,7 @@ def test_what_the_compiler_refuses_is_a_row(capsys) -> None:
         assert "out of resource: shared memory" in failure["error"]
 
 
+ROOT = Path(__file__).parents[2]
 KERNELS = Path(__file__).with_name("sample_kernels.py")
 
 
@@ -96,41 +102,32 @@ def test_a_module_a_word_and_gluon(capsys) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kernel", "arguments", "error"),
+    ("kernel", "signature", "constants", "error"),
     [
-        (
-            "gemm",
-            ("--signature", "*fp16"),
-            "gemm(a_ptr, b_ptr, c_ptr, k, bias_ptr, BLOCK_M, BLOCK_N, BLOCK_K): "
-            "no type in --signature for b_ptr, c_ptr",
-        ),
-        ("scale", ("--signature", "*fp32,i32"), "no --constant for BLOCK, MODE"),
-        (
-            "scale",
-            ("--signature", "*fp32,i32,i32", "--constant", "BLOCK=8", "--constant", "MODE=0"),
-            "--signature has 3 types in order for 2 arguments",
-        ),
-        ("scale", ("--constant", "BLOK=8"), "scale has no parameter 'BLOK'; it has x_ptr, n"),
-        ("scal", (), "scal: no such name in tests.compile.sample_kernels; nearest: scale"),
-        ("plain_function", (), "plain_function: not a Triton or Gluon kernel"),
-        (
-            "scale",
-            ("--signature", "*fp32,i32", "--constant", "BLOCK=7", "--constant", "MODE=0"),
-            "arange's range must be a power of 2",
-        ),
-        (
-            "scale",
-            ("--signature", "*fp32,i32", "--constant", "BLOCK=x+1", "--constant", "MODE=0"),
-            "constant BLOCK: 'x+1' has no value here: name 'x' is not defined",
-        ),
+        ("gemm", "*fp16", [], "no type in --signature for b_ptr, c_ptr"),
+        ("scale", "*fp32,i32", [], "scale(x_ptr, n, BLOCK, MODE): no --constant for BLOCK, MODE"),
+        ("scale", "*fp32,i32,i32", ["BLOCK=8", "MODE=0"], "has 3 types in order for 2 arguments"),
+        ("scale", "", ["BLOK=8"], "scale has no parameter 'BLOK'; it has x_ptr, n, BLOCK, MODE"),
+        ("scale", "n=i32", ["n=8"], "n is given a type and, as a constant, a value"),
+        ("scale", "*fp32,i32", ["BLOCK=x+1"], "constant BLOCK: 'x+1' has no value here"),
+        ("scal", "", [], "scal: no such name in tests.compile.sample_kernels; nearest: scale"),
+        ("plain_function", "", [], "plain_function: not a Triton or Gluon kernel"),
     ],
 )
-def test_what_is_missing_or_wrong_is_named(kernel, arguments, error, capsys) -> None:
-    code, out = run(capsys, f"{KERNELS}:{kernel}", *arguments, "--arch", "sm_90", "--json")
+def test_what_is_missing_or_wrong_is_named(kernel, signature, constants, error) -> None:
+    arguments, values = parse_signature(signature), parse_constants(constants)
+    module = sample_kernels
+    request = KernelRequest(module.__name__, kernel, arguments, values, None, None, "sm_90")
+    with pytest.raises(RequestError, match=re.escape(error)):
+        fit(request, *find_kernel(module, kernel), module)
+
+
+def test_what_the_compiler_says_of_a_kernel_is_a_row(capsys) -> None:
+    options = ("--signature", "*fp32,i32", "--constant", "BLOCK=7", "--constant", "MODE=0")
+    code, out = run(capsys, f"{KERNELS}:scale", *options, "--arch", "sm_90", "--json")
     (failure,) = json.loads(out)["failures"]
     assert code == 1
-    assert error in failure["error"]
-    assert "\n" not in failure["error"]
+    assert failure["error"] == "CompilationError: arange's range must be a power of 2"
 
 
 def test_a_compilation_ends_in_time(capsys, tmp_path) -> None:
@@ -157,3 +154,14 @@ def test_a_cache_folder_becomes_cards(capsys, tmp_path, monkeypatch) -> None:
     assert len(found) == 1
     assert failure["subject"] == str(torn)
     assert failure["error"].startswith("cuobjdump")
+
+
+@pytest.mark.skipif(triton.__version__ != "3.6.0", reason="the record is Triton 3.6.0's")
+def test_the_record_of_cards_is_what_is_compiled_now(capsys) -> None:
+    record = json.loads((ROOT / "benchmarks" / "results" / "compiled" / "sass.json").read_text())
+    assert record["triton"] == "3.6.0"
+    dig = ROOT / "benchmarks" / "results" / "nvidia-h200" / "dig.json"
+    found, _ = cards(capsys, "v2", "--arch", "sm_80,sm_90", "--record", str(dig))
+    recorded = {(card["subject"], card["arch"]): card for card in record["cards"]}
+    for card in found:
+        assert card == recorded[card["subject"], card["arch"]]

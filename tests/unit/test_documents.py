@@ -8,9 +8,11 @@ import pytest
 import flashdig
 from flashdig.bench.results import read_record
 from flashdig.costs.predict import predict
+from flashdig.evidence.sass_card import SassCard
 from flashdig.hardware.devices import find_device
 from flashdig.problem import AttentionProblem
 from flashdig.report.markdown import with_tables
+from flashdig.report.sass_markdown import with_cards
 
 ROOT = Path(flashdig.__file__).parents[2]
 RECORD = ROOT / "benchmarks" / "results" / "nvidia-h200" / "dig.json"
@@ -21,6 +23,21 @@ def test_tables_are_drawn_from_the_record(document) -> None:
     text = (ROOT / document).read_text()
     assert "<!-- table: " in text
     assert with_tables(text, json.loads(RECORD.read_text())["rows"]) == text
+
+
+def test_cards_are_drawn_from_their_record() -> None:
+    record = json.loads((ROOT / "benchmarks" / "results" / "compiled" / "sass.json").read_text())
+    assert record["failures"] == []
+    chips = ["sm_75", "sm_80", "sm_90", "sm_100", "sm_120"]
+    for exhibit in ("v1", "v2", "v2_transposed"):
+        found = [card["arch"] for card in record["cards"] if card["subject"] == exhibit]
+        assert found == chips, exhibit
+    text = (ROOT / "docs" / "sass.md").read_text()
+    assert text.count("<!-- table: ") == 3
+    assert with_cards(text, record) == text
+    # the sentences follow from the figures of this release
+    for values in record["cards"]:
+        assert SassCard.from_dict(values).sentences == values["sentences"]
 
 
 def test_unknown_and_open_tables_are_refused() -> None:

@@ -169,6 +169,18 @@ def test_entries_that_cannot_be_read_are_named(tmp_path) -> None:
     assert len(reasons) == 6
 
 
+def test_nothing_in_a_cache_matches(tmp_path, capsys) -> None:
+    entry(tmp_path / "AAA", "gemm")
+    for options, said in (
+        (("--match", "flash"), "'flash' in its name for any chip"),
+        (("--arch", "sm_80"), "no kernel for sm_80"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(["sass", str(tmp_path), *options])
+        assert ended.value.code == 2
+        assert said in capsys.readouterr().err
+
+
 def test_what_is_no_cache(tmp_path) -> None:
     with pytest.raises(ValueError, match="no kernel compiled by Triton"):
         read_cache(tmp_path)

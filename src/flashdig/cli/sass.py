@@ -105,7 +105,7 @@ def command(
     else:
         _show(found, subjects[0], against)
     if not found.cards:
-        raise CommandError("nothing could be compiled; see above")
+        raise CommandError("nothing could be compiled or read; see above")
 
 
 def _archs(text: str) -> list[str]:
@@ -222,6 +222,9 @@ def _folder(name: str, match: str | None, archs: list[str] | None) -> Found:
         contents = read_cache(Path(name), name_contains=match, archs=archs)
     except ValueError as error:
         raise UnreadableInputError(str(error)) from error
+    if not contents.entries and not contents.unreadable:
+        of = f" with {match!r} in its name" if match is not None else ""
+        raise UsageError(f"{name}: no kernel{of} for {', '.join(archs) if archs else 'any chip'}")
     return cache_cards(contents)
 
 

@@ -12,6 +12,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from flashdig.report.dig_table import COLUMNS, Row, problem_title
@@ -103,12 +104,20 @@ def _step_cell(step: Row, without: Row | None) -> str:
 
 def with_tables(text: str, rows: Sequence[Row]) -> str:
     """A document with its tables drawn anew. Raises ValueError for an unknown or open table."""
+    return with_drawn(text, {name: partial(draw, rows) for name, draw in TABLES.items()})
+
+
+def with_drawn(text: str, tables: Mapping[str, Callable[[], str]]) -> str:
+    """A document with what stands between the marks of a table replaced by what its name draws.
+
+    Raises ValueError for an unknown or open table.
+    """
 
     def drawn(match: re.Match[str]) -> str:
         name = match["name"]
-        if name not in TABLES:
-            raise ValueError(f"unknown table {name!r}; there are {', '.join(TABLES)}")
-        return f"<!-- table: {name} -->\n{TABLES[name](rows)}\n{END}"
+        if name not in tables:
+            raise ValueError(f"unknown table {name!r}; there are {', '.join(tables)}")
+        return f"<!-- table: {name} -->\n{tables[name]()}\n{END}"
 
     if text.count("<!-- table: ") != text.count(END):
         raise ValueError(f"a table begins without its {END!r}")
