@@ -4,7 +4,7 @@ import functools
 
 import pytest
 
-from flashdig import attention
+from flashdig import attention, attention_varlen
 from tests.faults.targets import CPU, CUDA
 
 
@@ -28,3 +28,9 @@ def backend(target):
 def attend(backend):
     """flashdig.attention on the backend under test."""
     return functools.partial(attention, backend=backend)
+
+
+@pytest.fixture
+def attend_packed(backend):
+    """flashdig.attention_varlen on the backend under test."""
+    return functools.partial(attention_varlen, backend=backend)

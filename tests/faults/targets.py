@@ -12,6 +12,8 @@ CPU = pytest.param(("cpu", "auto"), id="cpu")
 CPU_TILED = pytest.param(("cpu", "tiled"), id="cpu-tiled")
 CUDA = pytest.param(("cuda", "triton"), id="cuda", marks=pytest.mark.gpu)
 
+BEYOND_INT32 = 2**31
+
 # for problems that torch's fused CPU attention serves, so that the tiled walk sees them too
 every_backend = pytest.mark.parametrize("target", [CPU, CPU_TILED, CUDA], indirect=True)
 only_cuda = pytest.mark.parametrize("target", [CUDA], indirect=True)
@@ -53,12 +55,35 @@ def qkv(
     )
 
 
+def offsets(device, *values):
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def packed(device, dtype, total_q, total_k, num_heads, num_heads_kv, head_dim, *, seed=0):
+    shapes = ((total_q, num_heads), (total_k, num_heads_kv), (total_k, num_heads_kv))
+    return [
+        randn(device, dtype, *shape, head_dim, seed=3 * seed + n).requires_grad_()
+        for n, shape in enumerate(shapes)
+    ]
+
+
 def equal_scores(device, dtype, seqlen_q, seqlen_k, head_dim=64):
     """q = k = 0 and v[j] = j: an output is the mean index of the keys that the row sees."""
     q = torch.zeros(1, seqlen_q, 1, head_dim, device=device, dtype=dtype)
     k = torch.zeros(1, seqlen_k, 1, head_dim, device=device, dtype=dtype)
     v = torch.arange(seqlen_k, device=device, dtype=dtype)[None, :, None, None]
     return q, k, v.expand(1, seqlen_k, 1, head_dim).contiguous()
+
+
+def spread(x, dim):
+    """The values of x (1 or 2 entries in `dim` far apart): the last lie beyond 2^31 elements."""
+    strides = list(torch.empty(x.shape).stride())
+    strides[dim] = -(-BEYOND_INT32 // (x.shape[dim] - 1)) // 64 * 64 + 64
+    size = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, strides, strict=True))
+    # memory that is never touched is never backed on a CPU
+    far = torch.empty(size, device=x.device, dtype=x.dtype).as_strided(x.shape, strides)
+    far.copy_(x)
+    return far
 
 
 @contextlib.contextmanager

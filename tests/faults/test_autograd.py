@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.func import grad, vmap
 
+from flashdig import merge_partials
 from tests.faults.budget import assert_within_budget
 from tests.faults.targets import every_backend, qkv, randn
 
@@ -132,3 +133,35 @@ def test_a_dead_row_hides_even_a_nan_in_the_gradient_of_the_lse(attend, device) 
     found = torch.autograd.grad((out, lse), (q, k, v), (torch.ones_like(out), row_weights))
     assert all(x.isfinite().all() for x in found)
     assert not found[0][:, :29].any()
+
+
+def test_gradients_through_merged_parts_are_those_of_the_whole(attend, device) -> None:
+    """A merge weighs the parts by their LSEs, so it needs their gradient; a part may be empty."""
+    inputs = qkv(device, torch.float32, 1, 33, 70, 4, 2, 64)
+    q, k, v = inputs
+    upstream = randn(device, torch.float32, 1, 33, 4, 64, seed=5)
+    whole, whole_lse = attend(*inputs, return_lse=True)
+    parts = [
+        attend(q, k[:, s], v[:, s], return_lse=True)
+        for s in (slice(0, 0), slice(0, 50), slice(50, 70))
+    ]
+    merged, lse = merge_partials(*zip(*parts, strict=True))
+    torch.testing.assert_close(merged, whole, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(lse, whole_lse, atol=1e-5, rtol=1e-5)
+    grads = [
+        torch.autograd.grad((out, row), inputs, (upstream, torch.ones_like(row)))
+        for out, row in ((merged, lse), (whole, whole_lse))
+    ]
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+
+
+def test_a_part_that_saw_no_key_weighs_exactly_nothing() -> None:
+    """Whatever its output holds; a row that no part saw is 0 with LSE -inf."""
+    out = torch.ones(2, 1, 3, 1, 8)
+    out[1] = math.nan
+    lse = torch.tensor([[0.5, 0.5, -math.inf], [-math.inf] * 3]).view(2, 1, 1, 3)
+    out[0, :, 2] = math.nan
+    merged, merged_lse = merge_partials(out, lse)
+    assert torch.equal(merged[0, :, 0, 0], torch.tensor([1.0, 1.0, 0.0]))
+    assert torch.equal(merged_lse, lse[0])

@@ -1,5 +1,6 @@
 """torch.compile and the operators' registrations; what is compiled, and how often."""
 
+import functools
 import json
 import os
 import subprocess
@@ -13,26 +14,17 @@ import flashdig
 import flashdig.kernels.tiled as tiled_module
 from flashdig import attention
 from tests.faults.budget import assert_within_budget
-from tests.faults.targets import CPU_TILED, CUDA, poisoned, qkv, randn
+from tests.faults.targets import CPU_TILED, CUDA, offsets, packed, poisoned, qkv, randn
 
 # the CPU's fused attention is torch's own operator
 own_operators = pytest.mark.parametrize("target", [CPU_TILED, CUDA], indirect=True)
 
 
 @pytest.fixture
-def compiled(attend):
-    """attend, traced whole: a graph break is an error. Code for the graph around it is not made."""
+def compiled():
+    """A function traced whole: a graph break is an error. The code around it is not compiled."""
     torch._dynamo.reset()
-
-    def make(**options):
-        return torch.compile(
-            lambda q, k, v: attend(q, k, v, return_lse=True, **options),
-            fullgraph=True,
-            backend="aot_eager",
-            dynamic=False,
-        )
-
-    yield make
+    yield functools.partial(torch.compile, fullgraph=True, backend="aot_eager", dynamic=False)
     torch._dynamo.reset()
 
 
@@ -52,14 +44,36 @@ def test_compiled_equals_eager(attend, device, compiled, seqlen, head_dim, dtype
     _, k, v = qkv(device, dtype, 2, seqlen, seqlen, 4, 2, head_dim)
     q = randn(device, dtype, 2, 4, seqlen, head_dim, seed=9).requires_grad_()
     results = []
-    for run in (lambda *x: attend(*x, return_lse=True, **options), compiled(**options)):
+
+    def eager(q, k, v):
+        return attend(q, k, v, return_lse=True, **options)
+
+    for run in (eager, compiled(eager)):
         out, lse = run(q.transpose(1, 2), k, v)
         upstream = randn(device, dtype, *out.shape, seed=5)
         grads = torch.autograd.grad((out, lse), (q, k, v), (upstream, torch.ones_like(lse)))
         results.append((out, lse, *grads))
-    for eager, traced in zip(*results, strict=True):
-        assert torch.equal(traced, eager)
-        assert traced.stride() == eager.stride()
+    for plain, traced in zip(*results, strict=True):
+        assert torch.equal(traced, plain)
+        assert traced.stride() == plain.stride()
+
+
+@own_operators
+def test_compiled_packed_equals_eager(attend_packed, device, compiled) -> None:
+    cu = offsets(device, 0, 17, 17, 60)
+    inputs = packed(device, torch.bfloat16, 62, 62, 4, 2, 64)
+    results = []
+
+    def eager(q, k, v, cu):
+        return attend_packed(q, k, v, cu, cu, causal=True, deterministic=True, return_lse=True)
+
+    for run in (eager, compiled(eager)):
+        out, lse = run(*inputs, cu)
+        upstream = (torch.ones_like(out), torch.ones_like(lse))
+        results.append((out, lse, *torch.autograd.grad((out, lse), inputs, upstream)))
+    for plain, traced in zip(*results, strict=True):
+        assert torch.equal(traced, plain)
+        assert traced.stride() == plain.stride()
 
 
 @own_operators
@@ -110,6 +124,22 @@ def test_operators_are_registered_as_they_behave(attend, device, options) -> Non
     with recorder:
         out, lse = attend(*inputs, **options, return_lse=True)
         torch.autograd.backward((out, lse), (torch.ones_like(out), torch.ones_like(lse)))
+    check_calls(recorder)
+
+
+@own_operators
+def test_packed_operators_are_registered_as_they_behave(attend_packed, device) -> None:
+    cu = offsets(device, 0, 17, 17, 60)
+    inputs = packed(device, torch.bfloat16, 62, 62, 4, 2, 64)
+    recorder = _Recorder()
+    with recorder:
+        out, lse = attend_packed(*inputs, cu, cu, causal=True, return_lse=True)
+        torch.autograd.backward((out, lse), (torch.ones_like(out), torch.ones_like(lse)))
+    check_calls(recorder)
+
+
+def check_calls(recorder):
+    """One forward and one backward, each by torch.library.opcheck."""
     assert len(recorder.calls) == 2
     for n, (operator, args, kwargs) in enumerate(recorder.calls):
         detached = [x.detach().clone() if isinstance(x, torch.Tensor) else x for x in args]

@@ -5,21 +5,9 @@ import functools
 import pytest
 import torch
 
-from tests.faults.targets import only_cuda, poisoned, qkv, randn
+from tests.faults.targets import BEYOND_INT32, only_cuda, poisoned, qkv, randn, spread
 
-BEYOND_INT32 = 2**31
 BF16 = torch.bfloat16
-
-
-def spread(x, dim):
-    """The values of x (1 or 2 entries in `dim` far apart): the last lie beyond 2^31 elements."""
-    strides = list(torch.empty(x.shape).stride())
-    strides[dim] = -(-BEYOND_INT32 // (x.shape[dim] - 1)) // 64 * 64 + 64
-    size = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, strides, strict=True))
-    # memory that is never touched is never backed on a CPU
-    far = torch.empty(size, device=x.device, dtype=x.dtype).as_strided(x.shape, strides)
-    far.copy_(x)
-    return far
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2], ids=["batch", "row", "head"])

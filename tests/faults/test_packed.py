@@ -1,34 +1,15 @@
 """Packed sequences: empty ones, slack rows, rows without keys, NaN between and behind them."""
 
-import functools
 import math
 
 import pytest
 import torch
 
-from flashdig import attention_varlen
 from flashdig.kernels.reference import reference_attention_varlen
 from tests.faults.budget import assert_error, eager_rounded
-from tests.faults.targets import poisoned, randn
+from tests.faults.targets import offsets, only_cuda, packed, poisoned, randn, spread
 
 BF16 = torch.bfloat16
-
-
-@pytest.fixture
-def attend_packed(backend):
-    return functools.partial(attention_varlen, backend=backend)
-
-
-def offsets(device, *values):
-    return torch.tensor(values, dtype=torch.int32, device=device)
-
-
-def packed(device, dtype, total_q, total_k, num_heads, num_heads_kv, head_dim, *, seed=0):
-    shapes = ((total_q, num_heads), (total_k, num_heads_kv), (total_k, num_heads_kv))
-    return [
-        randn(device, dtype, *shape, head_dim, seed=3 * seed + n).requires_grad_()
-        for n, shape in enumerate(shapes)
-    ]
 
 
 def eager_packed(q, k, v, cu_q, cu_k, **options):
@@ -283,3 +264,28 @@ def test_gradients_of_mixed_lengths_are_the_same_bits(attend_packed, device) -> 
         found = (out, *torch.autograd.grad(out, inputs, torch.ones_like(out)))
         first = first or found
         assert all(torch.equal(a, b) for a, b in zip(found, first, strict=True))
+
+
+def test_row_strides_that_reach_beyond_int32(attend_packed, device) -> None:
+    cu = offsets(device, 0, 17, 70)
+    inputs = [x.detach() for x in packed(device, BF16, 70, 70, 4, 2, 64)]
+    expected = attend_packed(*inputs, cu, cu, causal=True)
+    for n in range(3):
+        far = [spread(x, 0) if n == m else x for m, x in enumerate(inputs)]
+        assert torch.equal(attend_packed(*far, cu, cu, causal=True), expected)
+
+
+@only_cuda
+def test_more_sequences_than_a_grid_dimension_holds(attend_packed, attend, device) -> None:
+    """Every sequence has one query and 16 keys: a dense batch of decode steps."""
+    batch = 70000
+    inputs = packed(device, BF16, batch, 16 * batch, 1, 1, 64)
+    cu_q = torch.arange(batch + 1, dtype=torch.int32, device=device)
+    with poisoned(device):
+        out = attend_packed(*inputs, cu_q, 16 * cu_q, causal=True)
+        found = torch.autograd.grad(out, inputs, torch.ones_like(out))
+    dense = [x.detach().unflatten(0, (batch, -1)).requires_grad_() for x in inputs]
+    dense_out = attend(*dense, causal=True)
+    wanted = torch.autograd.grad(dense_out, dense, torch.ones_like(dense_out))
+    for a, b in zip((out, *found), (dense_out, *wanted), strict=True):
+        torch.testing.assert_close(a, b.flatten(0, 1), atol=2e-2, rtol=2e-2)

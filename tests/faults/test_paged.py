@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from flashdig import attention_varlen
-from tests.faults.targets import CPU, randn
+from tests.faults.targets import BEYOND_INT32, CPU, offsets, randn
 
 BF16 = torch.bfloat16
 # paged input runs wherever "auto" finds it a backend
@@ -18,8 +18,8 @@ paged_target = pytest.mark.parametrize(
 )
 
 
-def offsets(device, lengths):
-    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
+def lengths_to_offsets(device, lengths):
+    return offsets(device, 0, *itertools.accumulate(lengths))
 
 
 def in_order(pool, table, length):
@@ -29,7 +29,7 @@ def in_order(pool, table, length):
 
 def assert_equals_gathered(pools, table, q, lengths_q, lengths_k, backend):
     """Paged attention against the same keys packed without pages; returns (out, lse)."""
-    cu_q, cu_k = (offsets(q.device, lengths) for lengths in (lengths_q, lengths_k))
+    cu_q, cu_k = (lengths_to_offsets(q.device, lengths) for lengths in (lengths_q, lengths_k))
     options = {"causal": True, "return_lse": True, "backend": backend}
     found = attention_varlen(q, *pools, cu_q, cu_k, page_table=table, **options)
     gathered = [
@@ -75,7 +75,7 @@ def test_any_page_size(device, backend, page_size, seqlen_q) -> None:
 @pytest.mark.parametrize("seqlen_q", [1, 33])
 def test_pages_that_lie_beyond_2_31_elements(device, backend, seqlen_q) -> None:
     shape = (131200, 16, 8, 128)
-    assert math.prod(shape) > 2**31
+    assert math.prod(shape) > BEYOND_INT32
     # memory that is never touched is never backed on a CPU
     pools = [torch.empty(shape, device=device, dtype=BF16) for _ in range(2)]
     lengths = [1, 17, 64, 100]
@@ -92,7 +92,7 @@ def test_a_page_that_two_sequences_share_takes_both_gradients(device, backend) -
     table = torch.tensor([[2, 0], [2, 1]], dtype=torch.int32, device=device)
     pools = [randn(device, BF16, 3, 16, 2, 64, seed=n).requires_grad_() for n in (1, 2)]
     q = randn(device, BF16, 12, 4, 64, seed=3)
-    cu_q, cu_k = offsets(device, [6, 6]), offsets(device, [30, 20])
+    cu_q, cu_k = offsets(device, 0, 6, 12), offsets(device, 0, 30, 50)
     out = attention_varlen(q, *pools, cu_q, cu_k, page_table=table, causal=True, backend=backend)
     upstream = randn(device, BF16, *out.shape, seed=4)
     found = torch.autograd.grad(out, pools, upstream)
