@@ -185,7 +185,7 @@ def compile_one(request: KernelRequest) -> dict[str, Any]:
         "threads": metadata["num_warps"] * 32,
         "shared_bytes": metadata["shared"],
         "grid": [],
-        "ptx": compiled.asm["ptx"],
+        "ptx": compiled.asm.get("ptx", ""),
         "options": ptxas_options(metadata),
         **read_cubin(compiled.asm["cubin"]),
     }

@@ -78,10 +78,11 @@ class OfflineDriver(DriverBase):
     def launcher_cls(self, source: object, metadata: Any) -> Any:
         """A launcher that notes its kernel and the grid; Triton makes it, then loads the kernel."""
         files = self._files[metadata.hash]
-        (ptx,) = (path for name, path in files.items() if name.endswith(".ptx"))
+        # a cache may be told to store binaries only
+        ptx = next((path for name, path in files.items() if name.endswith(".ptx")), None)
         kernel = self._loading = {
             "threads": metadata.num_warps * metadata.target.warp_size,
-            "ptx": Path(ptx).read_text(),
+            "ptx": "" if ptx is None else Path(ptx).read_text(),
             "options": ptxas_options(metadata._asdict()),
         }
 
