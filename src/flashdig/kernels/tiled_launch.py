@@ -202,7 +202,7 @@ def _dense_forward(
     # autocast has cast the inputs; inside it would round the tiles' products too
     with torch.autocast(q.device.type, enabled=False):
         out, lse = walk_forward(tiles, sinks, v.shape[-1])
-    return out.flatten(1, 2).transpose(1, 2).to(out_dtype).contiguous(), lse.flatten(1, 2)
+    return _contiguous(out.flatten(1, 2).transpose(1, 2).to(out_dtype)), lse.flatten(1, 2)
 
 
 def _dense_backward(
@@ -246,11 +246,16 @@ def _grouped(x: torch.Tensor, tiles: Tiles) -> torch.Tensor:
     return grouped
 
 
+def _contiguous(x: torch.Tensor) -> torch.Tensor:
+    # whatever their strides, empty tensors count as contiguous
+    return x.contiguous() if x.numel() else x.new_empty(x.shape)
+
+
 def _as_inputs(
     gradients: Gradients, inputs: Gradients, wanted: tuple[bool, bool, bool, bool, bool]
 ) -> Gradients:
     return tuple(
-        gradient.to(x.dtype).contiguous()
+        _contiguous(gradient.to(x.dtype))
         if want and gradient is not None and x is not None
         else None
         for gradient, x, want in zip(gradients, inputs, wanted, strict=True)

@@ -1,0 +1,106 @@
+"""Runs flashdig.attention with Triton's interpreter, which is chosen before Triton is imported.
+
+`python -m tests.interpreted_attention` prints, as JSON, the largest differences between backends
+"triton" and "tiled" for every case: out, lse and each gradient.
+"""
+
+import json
+import math
+import os
+import sys
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+
+from flashdig import attention, attention_varlen
+from tests.attention_cases import build, gradients, taking_gradients
+
+DENSE = ("causal more queries", "everything")
+ZERO_SIZES = ((2, 0, 5), (2, 5, 0), (0, 5, 5))
+
+
+def differences(call):
+    """Largest differences between the tensors that `call(backend)` gives for the two backends.
+
+    NaN where shapes, dtypes or strides differ.
+    """
+    both = []
+    for backend in ("triton", "tiled"):
+        torch.manual_seed(5)
+        both.append([torch.nan_to_num(x, nan=math.nan, neginf=-9e9) for x in call(backend)])
+    return [difference(a, b) for a, b in zip(*both, strict=True)]
+
+
+def difference(a, b):
+    if (a.shape, a.dtype, a.stride()) != (b.shape, b.dtype, b.stride()):
+        return math.nan
+    return (a - b).abs().amax().item() if a.numel() else 0.0
+
+
+def dense(name):
+    q, k, v, options = build(name, torch.float32)
+
+    def call(backend):
+        out, lse = attention(q, k, v, **options, return_lse=True, backend=backend)
+        return [out, lse, *gradients(out, lse, taking_gradients(q, k, v, options))]
+
+    return differences(call)
+
+
+def packed():
+    torch.manual_seed(0)
+    cu_q = torch.tensor([1, 6, 6, 40], dtype=torch.int32)
+    cu_k = torch.tensor([0, 9, 12, 60], dtype=torch.int32)
+    used = torch.tensor([4, 0, 48], dtype=torch.int32)
+    q, k, v, sinks = (
+        torch.randn(shape).requires_grad_()
+        for shape in ((42, 4, 16), (64, 2, 16), (64, 2, 24), (4,))
+    )
+
+    def call(backend):
+        out, lse = attention_varlen(
+            q, k, v, cu_q, cu_k, seqused_k=used, causal=True, window=(20, None), dropout_p=0.2,
+            sinks=sinks, alibi_slopes=torch.rand(3, 4), return_lse=True, backend=backend,
+        )  # fmt: skip
+        return [out, lse, *gradients(out, lse, [q, k, v, sinks])]
+
+    return differences(call)
+
+
+def zero(batch, seqlen_q, seqlen_k):
+    q, k, v, sinks = (
+        torch.randn(shape).requires_grad_()
+        for shape in ((batch, seqlen_q, 4, 8), (batch, seqlen_k, 2, 8), (batch, seqlen_k, 2, 6), 4)
+    )
+
+    def call(backend):
+        out, lse = attention(q, k, v, sinks=sinks, return_lse=True, backend=backend)
+        return [out, lse, *gradients(out, lse, [q, k, v, sinks])]
+
+    return differences(call)
+
+
+def vmapped():
+    q, k, v = (torch.randn(3, 2, 9, 2, 8) for _ in range(3))
+
+    def call(backend):
+        def loss(q, k, v):
+            out, lse = attention(q, k, v, causal=True, return_lse=True, backend=backend)
+            return out.sin().sum() + lse.sum()
+
+        return list(torch.vmap(torch.func.grad(loss, (0, 1, 2)))(q, k, v))
+
+    return differences(call)
+
+
+def main() -> None:
+    found = {name: dense(name) for name in DENSE}
+    found["packed"] = packed()
+    found |= {f"zero sizes {sizes}": zero(*sizes) for sizes in ZERO_SIZES}
+    found["vmap of grad"] = vmapped()
+    json.dump(found, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""Which backend serves what, and the reasons given when it does not."""
+
+import pytest
+
+from flashdig.dispatch import BACKENDS, Request, choose, support
+from flashdig.problem import AttentionProblem, Mask
+
+HALF = AttentionProblem.dense(2, 8, 1024, 128)
+FLOAT = HALF.replace(dtype="float32")
+AMPERE = Request("cuda", (8, 0))
+CPU = Request("cpu")
+
+
+def reasons(name, problem, request):
+    return next(why for backend, why in support(problem, request) if backend.name == name)
+
+
+def test_names_are_unique_and_in_the_order_of_preference() -> None:
+    names = [backend.name for backend in BACKENDS]
+    assert names == ["fused_cpu", "triton", "tiled", "reference"]
+    assert [backend.name for backend in BACKENDS if not backend.in_auto] == ["reference"]
+
+
+@pytest.mark.parametrize(
+    ("change", "request_change", "reason"),
+    [
+        ({"dtype": "float64"}, {}, "serves float16, bfloat16, float32, not float64"),
+        ({"dtype": "float8_e4m3fn"}, {"descale": True}, "no descale factors"),
+        ({"head_dim": 257}, {}, "head_dim must be between 1 and 256, not 257"),
+        ({"head_dim_v": 320}, {}, "head_dim_v must be between 1 and 256, not 320"),
+        ({"packed": True}, {"paged": True}, "no page_table"),
+        ({}, {"triton": False}, "Triton is not installed"),
+        ({}, {"compute_capability": (7, 5)}, "needs compute capability 8.0, the device has 7.5"),
+        ({}, {"device_type": "xpu", "compute_capability": None}, "runs on NVIDIA GPUs, not on xpu"),
+    ],
+)
+def test_what_triton_does_not_serve_goes_to_the_tiled_walk(change, request_change, reason) -> None:
+    assert reasons("triton", HALF, AMPERE) == []
+    problem = HALF.replace(**change)
+    request = Request(**{**vars(AMPERE), **request_change})
+    assert any(why.startswith(reason) for why in reasons("triton", problem, request))
+    assert choose(problem, request).name == "tiled"
+    with pytest.raises(ValueError, match="backend 'triton' cannot serve this call") as error:
+        choose(problem, request, "triton")
+    assert reason in str(error.value)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"dtype": "float16"},
+        {"dtype": "float32", "allow_tf32": True},
+        {"head_dim": 1, "head_dim_v": 256},
+        {"packed": True, "mask": Mask(7, 0, "top-left")},
+        {"softcap": 30.0, "alibi": "batch_heads", "bias": "bool", "sinks": True, "dropout": True},
+        {"num_heads_kv": 2, "deterministic": True},
+        {"seqlen_q": 0},
+    ],
+)
+def test_triton_serves_the_rest_of_the_contract_since_ampere(change, capability) -> None:
+    problem, request = HALF.replace(**change), Request("cuda", capability, return_lse=True)
+    assert choose(problem, request).name == "triton"
+
+
+def test_the_interpreter_serves_what_it_multiplies_rightly() -> None:
+    interpreted = Request("cpu", interpreter=True)
+    assert reasons("triton", FLOAT, interpreted) == []
+    assert reasons("triton", FLOAT.replace(dtype="float16"), interpreted) == []
+    assert reasons("triton", HALF, interpreted) == ["serves float16, float32, not bfloat16"]
+    assert "TRITON_INTERPRET=1" in reasons("triton", FLOAT, CPU)[0]
+
+
+def test_the_fused_cpu_attention_serves_plain_problems_alone() -> None:
+    assert choose(FLOAT, CPU).name == "fused_cpu"
+    assert choose(FLOAT.replace(mask=Mask(window_right=0)), CPU).name == "fused_cpu"
+    for change in (
+        {"packed": True},
+        {"num_heads_kv": 2},
+        {"head_dim_v": 64},
+        {"mask": Mask(5, 0)},
+        {"mask": Mask(window_right=0), "seqlen_q": 5},
+        {"softcap": 1.0},
+        {"seqlen_k": 0},
+        {"dtype": "float64"},
+    ):
+        assert choose(FLOAT.replace(**change), CPU).name == "tiled", change
+    assert choose(FLOAT, Request("cpu", return_lse=True)).name == "tiled"
+    assert choose(FLOAT, Request("cpu", out_dtype="float64")).name == "tiled"
+
+
+def test_unknown_names_are_refused_with_the_known_ones() -> None:
+    message = r"backend must be 'auto' or one of 'fused_cpu', 'triton', 'tiled', 'reference'"
+    with pytest.raises(ValueError, match=message):
+        choose(HALF, AMPERE, "flash")
