@@ -1,16 +1,19 @@
-# make dig    from a fresh clone to the ladder of attention generations, with or without a GPU
-# make test   the whole CPU suite, with the newest and with the oldest supported Triton
-# make check  ruff, ruff format and mypy
+# make dig      from a fresh clone to the ladder of attention generations and its page, dig.html, with or without a GPU
+# make test     the whole CPU suite, with the newest and with the oldest supported Triton
+# make check    ruff, ruff format and mypy
+# make reports  the pages and the picture of docs/reports, drawn from the committed records (needs Chromium)
 # TORCH names the torch to install: on a machine without a GPU, a CPU build saves gigabytes.
 
 PYTHON ?= python3
 TORCH ?= torch
 ARGS ?=
+PAGE ?= dig.html
+RECORDS := benchmarks/results
 VENV := .venv
 BIN := $(VENV)/bin
 OLDEST := $(VENV)/triton-3.6.0
 
-.PHONY: install dig test test-newest test-oldest check clean
+.PHONY: install dig test test-newest test-oldest check reports clean
 
 install: $(VENV)/.installed
 
@@ -30,8 +33,9 @@ $(OLDEST)/.installed: constraints/triton-3.6.0.txt | $(VENV)/.installed
 	$(BIN)/python -m pip install -q --no-deps --target $(OLDEST) -r constraints/triton-3.6.0.txt
 	touch $@
 
+# a walk, and a record that is only shown, have no page of their own
 dig: install
-	$(BIN)/flashdig dig $(ARGS)
+	$(BIN)/flashdig dig $(if $(filter --walk --from,$(ARGS)),,--html $(PAGE)) $(ARGS)
 
 test: test-newest test-oldest
 
@@ -45,6 +49,12 @@ check: install
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+
+reports: install
+	for machine in nvidia-h200 cpu; do \
+	    $(BIN)/flashdig dig --from $(RECORDS)/$$machine/dig.json --html docs/reports/$$machine.html; \
+	done
+	$(BIN)/python -m tests.browser.screenshot docs/reports/nvidia-h200.html docs/reports/nvidia-h200.png
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

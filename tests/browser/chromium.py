@@ -7,8 +7,10 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from playwright.sync_api import Browser, Page, sync_playwright
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
 
 # set where a browser must be there (continuous integration): without one the tests then fail
 REQUIRED = "FLASHDIG_REQUIRE_BROWSER"
@@ -25,6 +27,8 @@ def browser() -> Iterator[Browser]:
     """A running Chromium; no download, no profile."""
     # Chromium's sandbox does not work for root, as which continuous integration runs
     arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
+    from playwright.sync_api import sync_playwright
+
     with sync_playwright() as playwright:
         running = playwright.chromium.launch(executable_path=chromium(), args=arguments)
         try:

@@ -151,6 +151,8 @@ def _dig(
 
     if output is not None:
         require_writable(output)
+    if page is not None:
+        page.check()
     console = Console()
     command_line = shlex.join(["flashdig", *sys.argv[1:]])
     run = new_run(command_line, collect(), revision())

@@ -277,8 +277,9 @@ _EXCHANGE = ("BAR", "SHFL", "LDS", "LDSM", "STS")
 
 
 def _check_row(row: Row, where: str) -> None:
-    if "sentence" not in row:
-        raise RecordError(f"{where}: sentence missing")
+    missing = [name for name in ("sentence", "features") if name not in row]
+    if missing:
+        raise RecordError(f"{where}: {', '.join(missing)} missing")
     _check_sizes(row, where)
     predicted = row.get("predicted", {})
     _check_fields(predicted, _PREDICTED, f"{where}: predicted")
