@@ -264,6 +264,63 @@ def test_our_own_names(name: str, expected: tuple[object, ...]) -> None:
     assert (*found, k.pipeline, k.causal) == expected
 
 
+# name -> role, pass, dtype, tile, head_dim, on tensor cores, causal, what the words hold
+OUR_KERNELS = {
+    "flashdig_forward_bf16_d64_m128n64_causal": (
+        *("attention_forward", "forward", "bfloat16", (128, 64), 64, True, True),
+        "flashdig: attention forward, bf16, head_dim 64, tile 128x64, causal, on tensor cores.",
+    ),
+    "flashdig_forward_tf32_d192v128_m64n16": (
+        *("attention_forward", "forward", "tf32", (64, 16), 192, True, False),
+        "head_dim 192 (v: 128), tile 64x16, not causal, on tensor cores.",
+    ),
+    "flashdig_backward_dq_fp32_d128_m16n16_causal_varlen_sinks": (
+        *("attention_backward", "backward", "float32", (16, 16), 128, False, True),
+        "backward, dq, fp32, head_dim 128, tile 16x16, causal, packed, sinks, on CUDA cores",
+    ),
+    "flashdig_backward_dkdv_fp16_d64_m32n64_window_softcap_alibi_dropout_bias": (
+        *("attention_backward", "backward", "float16", (32, 64), 64, True, None),
+        "dk and dv, fp16, head_dim 64, tile 32x64, in a window, softcap, ALiBi, dropout, bias,",
+    ),
+    "flashdig_backward_bias_bf16_d64_m64n64_bias": (
+        *("attention_backward", "backward", "bfloat16", (64, 64), 64, True, False),
+        "backward, the bias's gradient, bf16,",
+    ),
+    "flashdig_forward_fp16_d64_m64n64_boolbias": (
+        *("attention_forward", "forward", "float16", (64, 64), 64, True, False),
+        "not causal, boolean bias,",
+    ),
+    "flashdig_backward_delta_bf16_v64": (
+        *("attention_part", "backward", "bfloat16", None, None, False, None),
+        "delta = rowsum(dO * O), bf16, head_dim_v 64.",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OUR_KERNELS)
+def test_names_of_the_kernels_that_users_run(name: str) -> None:
+    k = decode(name)
+    *expected, words = OUR_KERNELS[name]
+    assert (k.family, k.backend) == ("flashdig", "flashdig")
+    assert [k.role, k.pass_, k.dtype, k.tile, k.head_dim, k.tensor_cores, k.causal] == expected
+    assert words in k.words
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "flashdig_forward",
+        "flashdig_forward_int8_d64_m64n64",
+        "flashdig_forward_bf16_d64_m64n64_rotary",
+        "flashdig_sideways_bf16_d64_m64n64",
+        "my_flashdig_forward_bf16_d64_m64n64",
+        "flashdig_backward_delta_bf16",
+    ],
+)
+def test_what_only_looks_like_our_kernels_is_not(name: str) -> None:
+    assert decode(name).family != "flashdig"
+
+
 def test_a_causal_window_is_compiled_as_a_local_one() -> None:
     name = find("void pytorch_flash::flash_fwd_kernel<").name
     flags = "false, true, false, false, true, true, false, false>("

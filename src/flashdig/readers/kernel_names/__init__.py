@@ -16,6 +16,7 @@ from flashdig.readers.kernel_names import (
     cudnn,
     cutlass_fmha,
     flash,
+    flashdig,
     guess,
     rocm,
     serving,
@@ -29,7 +30,7 @@ __all__ = ["ATTENTION_ROLES", "KernelName", "Pass", "Role", "decode"]
 # attention first: its names also hold the words of GEMMs and of elementwise kernels; convolutions
 # before products, for the same reason
 _FAMILIES = (
-    *(communication, flash, cutlass_fmha, cudnn, convolution),
+    *(communication, flash, flashdig, cutlass_fmha, cudnn, convolution),
     *(serving, rocm, triton, cublas, aten),
 )
 

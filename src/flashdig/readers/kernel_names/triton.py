@@ -1,18 +1,14 @@
-"""Triton kernels: Inductor's, FlexAttention's, well-known hand-written ones and flashdig's own."""
+"""Triton kernels: Inductor's, FlexAttention's and well-known hand-written ones."""
 
 from __future__ import annotations
 
 import re
 
 from flashdig.readers.kernel_names.kernel_name import (
-    DTYPES,
     KernelName,
     Pass,
     Role,
-    arch_words,
-    dtype_words,
     sentence,
-    tile_words,
 )
 from flashdig.readers.kernel_names.symbol import Symbol
 
@@ -26,11 +22,6 @@ _KINDS: dict[str, tuple[Role, str]] = {
     "mm": ("matmul", "matrix product"),
     "unk": ("unknown", "kernel"),
 }
-_OURS = re.compile(
-    r"^(?P<what>flash_fwd|flash_bwd(?:_[a-z]+)*|flash_decode|flash_combine|online_softmax)_"
-    r"(?:(?P<generation>[a-z0-9]+(?:_[a-z0-9]+)*?)_)?"
-    r"(?P<dtype>fp32|tf32|fp16|bf16)(?P<rest>(?:_[a-z0-9]+)*)$"
-)
 # names of hand-written Triton attention kernels that many projects share
 _KNOWN: dict[str, tuple[Role, Pass, str]] = {
     "_attn_fwd": ("attention_forward", "forward", "Triton attention (the tutorial's): forward"),
@@ -57,7 +48,7 @@ _KNOWN: dict[str, tuple[Role, Pass, str]] = {
 
 def decode(symbol: Symbol) -> KernelName | None:
     """A Triton kernel of a known kind; None for anything else."""
-    return _ours(symbol) or _inductor(symbol) or _known(symbol)
+    return _inductor(symbol) or _known(symbol)
 
 
 def _inductor(symbol: Symbol) -> KernelName | None:
@@ -125,64 +116,3 @@ def _known(symbol: Symbol) -> KernelName | None:
         pass_=pass_,
         words=what + ".",
     )
-
-
-def _ours(symbol: Symbol) -> KernelName | None:
-    found = _OURS.match(symbol.text)
-    if found is None:
-        return None
-    named = found["generation"] or ""
-    words = (named + found["rest"]).split("_")
-    arch = next((w for w in words if re.fullmatch(r"sm\d{2,3}a?", w)), None)
-    generation = "_".join(w for w in named.split("_") if w != arch) or None
-    dtype = DTYPES[found["dtype"]]
-    rest = found["rest"].split("_")
-    head_dim = next((int(w[1:]) for w in rest if re.fullmatch(r"d\d{1,4}", w)), None)
-    blocks = next((m for w in rest if (m := re.fullmatch(r"m(\d{1,4})n(\d{1,4})", w))), None)
-    tile = (int(blocks.group(1)), int(blocks.group(2))) if blocks else None
-    causal = {True: True, False: None}["causal" in rest]
-    if "full" in rest:
-        causal = False
-    role, pass_, what = _our_role(found["what"])
-    if found["dtype"] == "tf32":
-        tensor_cores: bool | None = True
-    else:
-        # Triton multiplies float32 on the CUDA cores with input_precision="ieee", which is what
-        # the exhibits use; bfloat16 exists only where it has tensor cores for it
-        tensor_cores = {"float32": False, "bfloat16": True}.get(dtype, True if arch else None)
-    return KernelName(
-        name=symbol.name,
-        family="flashdig",
-        backend="flashdig",
-        role=role,
-        pass_=pass_,
-        dtype=dtype,
-        tile=tile,
-        head_dim=head_dim,
-        arch=arch,
-        tensor_cores=tensor_cores,
-        pipeline=generation,
-        causal=causal,
-        words=sentence(
-            f"flashdig: {what}" + (f", generation {generation}" if generation else ""),
-            dtype_words(dtype),
-            "" if head_dim is None else f"head_dim {head_dim}",
-            tile_words(tile),
-            {True: "causal", False: "not causal", None: ""}[causal],
-            arch_words(arch),
-        ),
-    )
-
-
-def _our_role(what: str) -> tuple[Role, Pass, str]:
-    if what.startswith("flash_bwd"):
-        if re.search(r"pre|post|delta|convert", what):
-            return "attention_part", "backward", "a helper of the attention backward"
-        return "attention_backward", "backward", "attention backward"
-    if what == "flash_combine":
-        return "attention_part", "forward", "joins partial attention results"
-    if what == "online_softmax":
-        return "attention_part", "forward", "online softmax over scores in memory"
-    if what == "flash_decode":
-        return "attention_forward", "forward", "attention for few queries over a cache, forward"
-    return "attention_forward", "forward", "attention forward"
