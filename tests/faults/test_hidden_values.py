@@ -69,6 +69,27 @@ def test_keys_outside_every_mask(attend, device, options, seen, value) -> None:
         assert not gradient[:, hidden].any()
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_queries_that_see_no_key(attend, device, value) -> None:
+    """Neither what they hold nor the gradient that comes down to them shows in any key's."""
+    q, k, v = qkv(device, torch.bfloat16, 2, 50, 21, 4, 2, 64, grad=False)
+    dead = 50 - 21
+    found = []
+    for fill in (0.0, value):
+        dirty = q.clone()
+        dirty[:, :dead] = fill
+        inputs = [x.detach().requires_grad_() for x in (dirty, k, v)]
+        out, lse = attend(*inputs, causal=True, return_lse=True)
+        upstream, row_upstream = torch.ones_like(out), torch.ones_like(lse)
+        upstream[:, :dead] = fill
+        row_upstream[..., :dead] = fill
+        found.append((out, lse, *torch.autograd.grad((out, lse), inputs, (upstream, row_upstream))))
+    for clean, other in zip(*found, strict=True):
+        assert torch.equal(other, clean)
+    for x in (found[1][0], found[1][2]):
+        assert not x[:, :dead].any()
+
+
 @every_backend
 def test_a_visible_nan_reaches_the_output(attend, device) -> None:
     q, k, v = qkv(device, torch.bfloat16, 1, 40, 40, 2, 2, 64, grad=False)
