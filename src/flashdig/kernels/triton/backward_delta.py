@@ -55,7 +55,9 @@ def flashdig_backward_delta(
     dout_rows = (batch * stride_dob + head * stride_doh + rows * stride_dom) * UNIT
     out = tl.load(out_ptr + out_rows[:, None] + offs_dv[None, :], mask=inside, other=0.0)
     dout = tl.load(dout_ptr + dout_rows[:, None] + offs_dv[None, :], mask=inside, other=0.0)
-    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
+    out, dout = out.to(tl.float32), dout.to(tl.float32)
+    # the output of a row without keys is 0 whatever its gradient holds
+    delta = tl.sum(tl.where(out == 0.0, 0.0, out * dout), 1)
     if dlse_ptr is not None:
         dlse_rows = batch * stride_dlb + head * stride_dlh + rows * stride_dlm
         delta -= tl.load(dlse_ptr + dlse_rows, mask=row_inside, other=0.0)

@@ -116,6 +116,7 @@ def _attend_tiles(
                 visible = visible & position_visible(i, j, offset, left, right, LEFT, RIGHT)
             if BIAS != "none":
                 inside = (i < seqlen_q) & (j < key_end)
+                visible = visible & inside  # a row past the end sees no key that others must not
                 bias = load_bias(bias_ptr, i, j, stride_bias_m, stride_bias_n, inside)
                 if BIAS == "bool":
                     visible = visible & (bias != 0)
