@@ -53,8 +53,12 @@ def request_of(call: Call, backend: str) -> Request:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-@functools.cache
 def _capability(device: int) -> tuple[int, int]:
+    return _kept_capability(device)
+
+
+@functools.cache
+def _kept_capability(device: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 

@@ -270,6 +270,18 @@ def test_vmap_and_vmap_of_grad(name) -> None:
         torch.testing.assert_close(got, want)
 
 
+@pytest.mark.filterwarnings("ignore:Dynamo")
+def test_transforms_under_compile_break_the_graph_and_are_right() -> None:
+    q, k, v = (randn(*shape, grad=False) for shape in (Q, K, K))
+
+    def loss(q, k, v):
+        return attention(q, k, v, causal=True, softcap=2.0).sin().sum()
+
+    for transformed in (torch.vmap(loss), torch.vmap(torch.func.grad(loss))):
+        got = torch.compile(transformed, backend="aot_eager")(q, k, v)
+        torch.testing.assert_close(got, transformed(q, k, v))
+
+
 def test_grad_of_vmap_and_jacobian() -> None:
     q, k, v = (randn(*shape, grad=False) for shape in (Q, K, K))
 

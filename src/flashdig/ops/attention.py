@@ -57,12 +57,18 @@ def attention_op(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse of the inputs of `flashdig::attention_forward`, differentiable once.
 
     torch.func's transforms do not see an autograd function inside an operator, so there it runs
-    above the operator.
+    above the operator; torch.compile breaks its graph there.
     """
-    operator = torch.ops.flashdig.attention_forward.default
-    call: Any = _AttentionFunction.apply if _under_transform() else operator
-    out, lse = call(*inputs)
+    if _under_transform():
+        out, lse = _transformed(*inputs)
+    else:
+        out, lse = torch.ops.flashdig.attention_forward.default(*inputs)
     return out, lse
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _transformed(*inputs: Any) -> Any:
+    return _AttentionFunction.apply(*inputs)  # type: ignore[no-untyped-call]
 
 
 def _backward_op(*inputs: Any) -> tuple[torch.Tensor, ...]:
@@ -72,7 +78,7 @@ def _backward_op(*inputs: Any) -> tuple[torch.Tensor, ...]:
 
 
 def _under_transform() -> bool:
-    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+    return bool(torch._C._are_functorch_transforms_active())
 
 
 @functools.cache
@@ -178,7 +184,8 @@ _batched_backward = functools.partial(batching.backward, _backward_op)
 class _AttentionFunction(torch.autograd.Function):
     @staticmethod
     def forward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        return _forward_below_autograd(*inputs)
+        out, lse = torch.ops.flashdig.attention_forward.default(*inputs)
+        return out, lse
 
     setup_context = staticmethod(_save)
     backward = staticmethod(_differentiate)
@@ -188,7 +195,7 @@ class _AttentionFunction(torch.autograd.Function):
 class _AttentionBackwardFunction(torch.autograd.Function):
     @staticmethod
     def forward(*inputs: Any) -> tuple[torch.Tensor, ...]:
-        return _backward_below_autograd(*inputs)
+        return tuple(torch.ops.flashdig.attention_backward.default(*inputs))
 
     setup_context = staticmethod(_save_backend)
     backward = staticmethod(_refuse_second)
