@@ -189,7 +189,14 @@ def _bench(plan: Plan, against: str | None, output: Path | None, as_json: bool) 
     if stopped is not None:
         failures.insert(0, stopped)
     if failures:
-        raise CommandError("; ".join(failures))
+        raise CommandError(_some_of(failures))
+
+
+def _some_of(failures: list[str], shown: int = 3) -> str:
+    """The first failures and how many more there are: each stands in the table and the record."""
+    text = "; ".join(failures[:shown])
+    more = len(failures) - shown
+    return text if more <= 0 else f"{text}; and {more} more"
 
 
 def _print_json(

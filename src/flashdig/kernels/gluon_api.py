@@ -3,14 +3,28 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 __all__ = [
     "commit_async_loads",
+    "fence_async_shared",
     "gl",
     "gluon",
+    "load_tile",
     "load_to_shared",
+    "mbarrier",
     "mma_v2",
+    "store_tile",
     "wait_for_async_loads",
+    "wait_for_tile_stores",
+    "warpgroup_mma",
+    "warpgroup_mma_wait",
 ]
 
 # cp.async: (shared memory, pointers, mask) -> nothing; masked-off elements become 0. Triton 3.9
@@ -19,3 +33,9 @@ load_to_shared = getattr(async_copy, "async_load", None) or async_copy.async_cop
 commit_async_loads = async_copy.commit_group
 # waits until at most so many committed groups are under way
 wait_for_async_loads = async_copy.wait_group
+
+# TMA: (descriptor, coordinates, barrier, shared memory) and (descriptor, coordinates, shared
+# memory). Triton 3.8 gave them new names, 3.9 refuses the old ones
+load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+store_tile = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+wait_for_tile_stores = tma.store_wait
