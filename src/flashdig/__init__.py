@@ -10,6 +10,14 @@ from flashdig._version import __version__
 
 if TYPE_CHECKING:
     from flashdig.api import attention, attention_varlen, merge_partials
+    from flashdig.facades.flash_attn import (
+        flash_attn_func,
+        flash_attn_kvpacked_func,
+        flash_attn_qkvpacked_func,
+        flash_attn_varlen_func,
+        flash_attn_varlen_kvpacked_func,
+        flash_attn_varlen_qkvpacked_func,
+    )
     from flashdig.problem import AttentionProblem, Mask
 
 _HOMES = {
@@ -18,6 +26,12 @@ _HOMES = {
     "merge_partials": "flashdig.api",
     "AttentionProblem": "flashdig.problem",
     "Mask": "flashdig.problem",
+    "flash_attn_func": "flashdig.facades.flash_attn",
+    "flash_attn_kvpacked_func": "flashdig.facades.flash_attn",
+    "flash_attn_qkvpacked_func": "flashdig.facades.flash_attn",
+    "flash_attn_varlen_func": "flashdig.facades.flash_attn",
+    "flash_attn_varlen_kvpacked_func": "flashdig.facades.flash_attn",
+    "flash_attn_varlen_qkvpacked_func": "flashdig.facades.flash_attn",
 }
 
 __all__ = [
@@ -26,6 +40,12 @@ __all__ = [
     "__version__",
     "attention",
     "attention_varlen",
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
     "merge_partials",
 ]
 

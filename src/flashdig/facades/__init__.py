@@ -1,0 +1,1 @@
+"""FlashAttention's packages by their own names, argument orders and conventions, over flashdig."""

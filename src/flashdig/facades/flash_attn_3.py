@@ -1,0 +1,247 @@
+"""FlashAttention-3's functions (packages `flash_attn_interface`, `flash_attn_3`) over flashdig.
+
+Names, argument orders, defaults and results are those of the original, with its conventions: the
+lse of a row that sees no key is -inf, a negative window side is unlimited, causal masks align to
+the bottom right. docs/migration-from-flash-attn.md compares argument by argument.
+
+Shared by all functions:
+
+    softmax_scale: default head_dim ** -0.5, with `qv` (head_dim + head_dim_v) ** -0.5.
+    causal: query i sees key j <= i + seqlen_k - seqlen_q.
+    qv: of the shape of q with the head_dim of v: adds qv v^T to q k^T. q and k are copied for it.
+    q_descale, k_descale, v_descale: (batch, num_heads_kv), float32.
+    window_size: (left, right): query i sees keys from left before to right after its diagonal, both
+        included; negative is unlimited.
+    attention_chunk: 0. Others raise NotImplementedError.
+    softcap: c > 0 replaces each scaled score s by c * tanh(s / c).
+    num_splits, pack_gqa: checked, without effect: flashdig schedules by itself.
+    deterministic: gradients are the same bits in every run.
+    sm_margin: 0. Others raise NotImplementedError.
+    return_attn_probs: return (out, softmax_lse); softmax_lse is float32, natural logarithm,
+        (batch, num_heads, seqlen_q) or (num_heads, total_q).
+
+Bad arguments raise ValueError or TypeError, naming the argument, as in `flashdig.attention`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from flashdig import checks
+from flashdig.api import attention, attention_varlen
+from flashdig.facades.arguments import (
+    check_hints,
+    known_length,
+    unlimited_if_negative,
+    unpacked,
+    with_second_query,
+)
+from flashdig.facades.combine import combine
+
+__all__ = [
+    "flash_attn_combine",
+    "flash_attn_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+]
+
+Window = tuple[int, int]
+Results = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: torch.Tensor | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    window_size: Window = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Results:
+    """Attention of q (batch, seqlen_q, num_heads, head_dim), k (batch, seqlen_k, num_heads_kv,
+    head_dim) and v (batch, seqlen_k, num_heads_kv, head_dim_v); other arguments, results and errors
+    as the module says.
+
+    Returns: out (batch, seqlen_q, num_heads, head_dim_v), or (out, softmax_lse).
+    """
+    check_hints(num_splits, pack_gqa)
+    _refuse_chunks_and_margins(attention_chunk, sm_margin)
+    checks.check_flags(return_attn_probs=return_attn_probs)
+    descales: dict[str, Any] = {
+        "q_descale": q_descale,
+        "k_descale": k_descale,
+        "v_descale": v_descale,
+    }
+    if qv is not None:
+        q, k = with_second_query(q, k, v, qv, descales)
+    return attention(
+        q,
+        k,
+        v,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window=unlimited_if_negative(window_size),
+        softcap=softcap,
+        deterministic=deterministic,
+        return_lse=return_attn_probs,
+        **descales,
+    )
+
+
+def flash_attn_qkvpacked_func(
+    qkv: torch.Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    window_size: Window = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    num_heads_q: int | None = None,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Results:
+    """`flash_attn_func` with q, k and v in one tensor, which is read in place.
+
+    Args:
+        qkv: (batch, seqlen, 3, num_heads, head_dim), or with `num_heads_q`
+            (batch, seqlen, num_heads_q + 2 * num_heads_kv, head_dim), q's heads first.
+        The others are as the module says.
+    """
+    q, k, v = _unpacked_qkv(qkv, num_heads_q)
+    return flash_attn_func(
+        q,
+        k,
+        v,
+        softmax_scale,
+        causal,
+        None,
+        q_descale,
+        k_descale,
+        v_descale,
+        window_size,
+        attention_chunk,
+        softcap,
+        deterministic=deterministic,
+        sm_margin=sm_margin,
+        return_attn_probs=return_attn_probs,
+    )
+
+
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    seqused_q: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: torch.Tensor | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    window_size: Window = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Results:
+    """Attention of packed sequences: q (total_q, num_heads, head_dim), k (total_k, num_heads_kv,
+    head_dim), v (total_k, num_heads_kv, head_dim_v).
+
+    Args:
+        cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32 offsets of the sequences.
+        max_seqlen_q, max_seqlen_k: longest lengths. A tensor is accepted and not read back.
+        seqused_q, seqused_k: (batch,) int32: how many rows at the start of each sequence count.
+        The others are as the module says.
+
+    Returns: out (total_q, num_heads, head_dim_v), or (out, softmax_lse).
+    """
+    check_hints(num_splits, pack_gqa)
+    _refuse_chunks_and_margins(attention_chunk, sm_margin)
+    checks.check_flags(return_attn_probs=return_attn_probs)
+    descales: dict[str, Any] = {
+        "q_descale": q_descale,
+        "k_descale": k_descale,
+        "v_descale": v_descale,
+    }
+    if qv is not None:
+        q, k = with_second_query(q, k, v, qv, descales)
+    return attention_varlen(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        known_length(max_seqlen_q),
+        known_length(max_seqlen_k),
+        seqused_q=seqused_q,
+        seqused_k=seqused_k,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window=unlimited_if_negative(window_size),
+        softcap=softcap,
+        deterministic=deterministic,
+        return_lse=return_attn_probs,
+        **descales,
+    )
+
+
+def flash_attn_combine(
+    out_partial: torch.Tensor,
+    lse_partial: torch.Tensor,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`flashdig.facades.combine.combine`: attention over all keys from parts of them."""
+    return combine(out_partial, lse_partial, out, out_dtype)
+
+
+def _unpacked_qkv(qkv: torch.Tensor, num_heads_q: int | None) -> tuple[torch.Tensor, ...]:
+    if num_heads_q is None:
+        return unpacked("qkv", qkv, "batch, seqlen, 3, num_heads, head_dim", 3, -3)
+    if isinstance(num_heads_q, bool) or not isinstance(num_heads_q, int):
+        raise TypeError(f"num_heads_q must be an int or None, got {num_heads_q!r}")
+    if not isinstance(qkv, torch.Tensor):
+        raise TypeError(f"qkv must be a tensor, got {type(qkv).__name__}")
+    if qkv.dim() == 5:  # as in the original, the form with a 3 in it says it all
+        return unpacked("qkv", qkv, "batch, seqlen, 3, num_heads, head_dim", 3, -3)
+    num_heads_kv, odd = divmod(qkv.shape[-2] - num_heads_q, 2) if qkv.dim() == 4 else (0, 0)
+    if qkv.dim() != 4 or num_heads_q < 0 or num_heads_kv < 0 or odd:
+        raise ValueError(
+            "qkv must be (batch, seqlen, num_heads_q + 2 * num_heads_kv, head_dim) with "
+            f"num_heads_q = {num_heads_q}, got shape {checks.shape_of(qkv)}"
+        )
+    return tuple(qkv.split([num_heads_q, num_heads_kv, num_heads_kv], dim=-2))
+
+
+def _refuse_chunks_and_margins(attention_chunk: int, sm_margin: int) -> None:
+    if attention_chunk != 0:
+        raise NotImplementedError(
+            f"attention_chunk must be 0, got {attention_chunk!r}: there is no mask of chunks"
+        )
+    if sm_margin != 0:
+        raise NotImplementedError(
+            f"sm_margin must be 0, got {sm_margin!r}: no multiprocessors can be kept free"
+        )
