@@ -1,5 +1,6 @@
 """One door to Gluon's names, which move between Triton releases (3.6 to 3.9 are served)."""
 
+import triton.language.core
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
@@ -12,6 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 __all__ = [
+    "aggregate",
     "commit_async_loads",
     "fence_async_shared",
     "gl",
@@ -39,3 +41,6 @@ wait_for_async_loads = async_copy.wait_group
 load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 store_tile = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 wait_for_tile_stores = tma.store_wait
+
+# a class whose members travel together through device functions; not public in any release yet
+aggregate = triton.language.core._aggregate

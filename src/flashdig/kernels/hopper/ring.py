@@ -1,0 +1,69 @@
+"""Shared memory through which a producer warp hands tiles to consumer warpgroups. Device code."""
+
+from flashdig.kernels.gluon_api import aggregate, gl, gluon, load_tile, mbarrier
+
+
+@aggregate
+class Ring:
+    """STAGES buffers of tiles, each with a barrier for "full" and one for "empty"."""
+
+    tiles: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    STAGES: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, tiles, full, empty, STAGES):
+        self.tiles = tiles
+        self.full = full
+        self.empty = empty
+        self.STAGES = gl.constexpr(STAGES)
+
+
+@gluon.jit
+def new_ring(
+    dtype: gl.constexpr,
+    ROWS: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    STAGES: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+):
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, COLUMNS], dtype)
+    barrier: gl.constexpr = mbarrier.MBarrierLayout()
+    tiles = gl.allocate_shared_memory(dtype, [STAGES, ROWS, COLUMNS], layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=CONSUMERS)
+    return Ring(tiles, full, empty, STAGES)
+
+
+@gluon.jit
+def as_block_of(tile, desc):
+    """A (rows, columns) tile as the descriptor's (1, 1, rows, columns)."""
+    return tile._reinterpret(desc.dtype, desc.block_type.shape, desc.layout)
+
+
+@gluon.jit
+def put(ring, step, desc, batch, head, row):
+    """Producer: start copying tile number `step` of a walk, once its buffer is empty."""
+    stage = step % ring.STAGES
+    mbarrier.wait(ring.empty.index(stage), ((step // ring.STAGES) & 1) ^ 1)
+    mbarrier.expect(ring.full.index(stage), desc.block_type.nbytes)
+    tile = as_block_of(ring.tiles.index(stage), desc)
+    load_tile(desc, [batch, head, row, 0], ring.full.index(stage), tile)
+
+
+@gluon.jit
+def take(ring, step):
+    """Consumer: tile number `step`, once it is there."""
+    stage = step % ring.STAGES
+    mbarrier.wait(ring.full.index(stage), (step // ring.STAGES) & 1)
+    return ring.tiles.index(stage)
+
+
+@gluon.jit
+def release(ring, step):
+    """Consumer: tile number `step` is read; call once a warpgroup."""
+    mbarrier.arrive(ring.empty.index(step % ring.STAGES), count=1)
