@@ -1,6 +1,6 @@
 """What a kernel computes: lengths, mask and score terms of one problem, and what follows for tiles.
 
-Device code. Scores are brought to units of log2 by one factor, `exp_factor`, inside the exponential.
+Device code. Scores reach units of log2 by one factor, `exp_factor`, inside the exponential.
 """
 
 from flashdig.kernels.gluon_api import aggregate, gl, gluon
