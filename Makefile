@@ -51,7 +51,7 @@ check: install
 	$(BIN)/mypy
 
 reports: install
-	for machine in nvidia-h200 cpu; do \
+	set -e; for machine in nvidia-h200 cpu; do \
 	    $(BIN)/flashdig dig --from $(RECORDS)/$$machine/dig.json --html docs/reports/$$machine.html; \
 	done
 	$(BIN)/python -m tests.browser.screenshot docs/reports/nvidia-h200.html docs/reports/nvidia-h200.png

@@ -126,9 +126,19 @@ def test_a_link_leads_to_the_meaning_of_its_word(running, pages) -> None:
         assert shown.page.locator(f"#{key}").is_visible()
 
 
+# CSS pixels between the margins of a sheet
+A4 = 718
+TOO_WIDE = """
+[...document.querySelectorAll('table')].filter(one =>
+  one.getBoundingClientRect().right > document.documentElement.clientWidth
+).map(one => one.parentElement.getAttribute('aria-label'))
+"""
+
+
 def test_print_hides_navigation_and_cuts_no_table(running, pages) -> None:
-    with opened(running, pages["nvidia-h200"], WIDTHS["desktop"], "light") as shown:
+    with opened(running, pages["nvidia-h200"], A4, "light") as shown:
         shown.page.emulate_media(media="print")
+        assert shown.page.evaluate(TOO_WIDE) == []
         assert not shown.page.locator("nav").is_visible()
         assert (
             shown.page.locator("#ladder .scroll").evaluate("one => getComputedStyle(one).overflowX")

@@ -111,7 +111,7 @@ def _clock(dig: Dig, timed: Sequence[Row]) -> str:
         return f"{said}; the highest clock of this chip is not known"
     highest = device.highest_clock_hz / 1e6
     if low >= _FULL_CLOCK * highest:
-        return f"{said}, of at most {highest:.0f} MHz: no throttling"
+        return f"{said}, of at most {highest:.0f} MHz: no sign of throttling"
     slowed = ", ".join(name for name, clock in seen.items() if clock < _FULL_CLOCK * highest)
     return f"{said}, of at most {highest:.0f} MHz: slowed down (by power or heat) in {slowed}"
 
