@@ -153,7 +153,7 @@ def test_what_is_wrong_is_named(layout, monkeypatch) -> None:
 
     def said_of(**wrong) -> str:
         monkeypatch.setattr(conformance_judge, "run_kernels", lambda *_: {**right, **wrong})
-        return "; ".join(conformance_judge.problems(inputs))
+        return "; ".join(conformance_judge.judge(inputs).problems)
 
     assert said_of() == ""
     for name, x in right.items():
@@ -175,7 +175,7 @@ def test_gradients_that_were_not_wanted_are_named(monkeypatch) -> None:
     inputs = inputs_of(case_of(wanted="q", sampled=False), sampled=False)
     wrong = {**rounded_oracle(inputs), "dk": inputs.k}
     monkeypatch.setattr(conformance_judge, "run_kernels", lambda *_: wrong)
-    assert conformance_judge.problems(inputs) == ["dk was not wanted"]
+    assert conformance_judge.judge(inputs).problems == ("dk was not wanted",)
 
 
 def test_two_runs_that_differ_are_named(monkeypatch) -> None:
@@ -183,13 +183,13 @@ def test_two_runs_that_differ_are_named(monkeypatch) -> None:
     runs = [rounded_oracle(inputs) for _ in range(2)]
     runs[1]["dv"] = torch.nextafter(runs[1]["dv"], torch.ones_like(runs[1]["dv"]))
     monkeypatch.setattr(conformance_judge, "run_kernels", lambda *_: runs.pop(0))
-    (said,) = conformance_judge.problems(inputs)
+    (said,) = conformance_judge.judge(inputs).problems
     assert "values differ from a second run" in said
 
 
 def test_a_run_is_tallied_and_recorded(monkeypatch, tmp_path) -> None:
     plan = conformance.make_plan(count=2, inputs=2, device="cpu")
-    found = iter([[], ["dq: error"], [], []])
+    found = iter([conformance_judge.Judgement(said, True) for said in ((), ("dq: error",))])
     monkeypatch.setattr(conformance, "run_case", lambda case, plan: next(found))
     tally = conformance.run_specialisation(plan, 0, math.inf)
     assert (tally.cases, tally.passed, tally.failed) == (2, 1, 1)
@@ -203,7 +203,7 @@ def test_a_run_is_tallied_and_recorded(monkeypatch, tmp_path) -> None:
     assert conformance.main([*arguments, "--output", str(output)]) == 1
     (row,) = read_record(output).rows
     assert (row["cases"], row["passed"], row["failed"], row["skipped"]) == (4, 1, 1, 2)
-    assert row["features"]["specialisations"] == 2
+    assert (row["features"]["specialisations"], row["features"]["redrawn"]) == (2, 2)
 
 
 def test_a_lost_gpu_ends_the_suite_and_is_told(monkeypatch) -> None:

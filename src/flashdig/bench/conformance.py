@@ -29,6 +29,7 @@ from flashdig.bench.conformance_cases import (
     features_may_meet,
     specialisations,
 )
+from flashdig.bench.conformance_judge import Judgement, judge
 from flashdig.bench.environment import collect, revision
 from flashdig.bench.pairwise import Combination, feasible_pairs, pairs_of
 from flashdig.bench.results import append_run, new_run
@@ -86,6 +87,7 @@ class Tally:
 
     passed: int = 0
     skipped: int = 0
+    redrawn: int = 0
     failures: list[str] = field(default_factory=list)
     # (seconds for a case, its description)
     slowest: tuple[float, str] = (0.0, "")
@@ -102,6 +104,7 @@ class Tally:
     def add(self, other: Tally) -> None:
         self.passed += other.passed
         self.skipped += other.skipped
+        self.redrawn += other.redrawn
         self.failures += other.failures
         self.slowest = max(self.slowest, other.slowest)
         self.stopped = self.stopped or other.stopped
@@ -158,7 +161,7 @@ def warm(plan: Plan, number: int) -> None:
             lse_of_dense_calls(inputs, ours["lse"], plan.tile)
 
 
-def run_case(case: Case, plan: Plan) -> list[str]:
+def run_case(case: Case, plan: Plan) -> Judgement:
     """What is wrong with a case, an exception included.
 
     Raises DeviceLostError where the GPU can run nothing more.
@@ -166,18 +169,18 @@ def run_case(case: Case, plan: Plan) -> list[str]:
     import torch
 
     from flashdig.bench.conformance_inputs import make_inputs
-    from flashdig.bench.conformance_judge import problems
 
     try:
-        return problems(make_inputs(case, plan.device), plan.tile)
+        return judge(make_inputs(case, plan.device), plan.tile)
     except Exception as error:  # a failed case must not end the suite
-        said = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:300]}"
+        lines = str(error).strip().splitlines() or [""]
+        said = f"{type(error).__name__}: {lines[0][:300]}"
         if plan.device == "cuda":
             try:
                 torch.cuda.synchronize()
             except RuntimeError as lost:
                 raise DeviceLostError(said) from lost
-        return [said]
+        return Judgement((said,))
 
 
 def run_specialisation(plan: Plan, number: int, deadline: float) -> Tally:
@@ -195,8 +198,9 @@ def run_specialisation(plan: Plan, number: int, deadline: float) -> Tally:
             tally.failures.append(f"{case.describe()}: the GPU's context was lost: {error}")
             continue
         tally.slowest = max(tally.slowest, (time.perf_counter() - start, case.describe()))
-        if found:
-            tally.failures.append(f"{case.describe()}: {'; '.join(found)}")
+        tally.redrawn += found.redrawn
+        if found.problems:
+            tally.failures.append(f"{case.describe()}: {'; '.join(found.problems)}")
         else:
             tally.passed += 1
     return tally
@@ -268,6 +272,7 @@ def row_of(plan: Plan, tally: Tally, seconds: float) -> dict[str, Any]:
             "inputs": plan.inputs,
             "seed": plan.seed,
             "device": plan.device,
+            "redrawn": tally.redrawn,
             "pairs": feasible,
             "pairs_covered": covered,
             "values": {name: len(values) for name, values in plan.features.items()},
@@ -318,13 +323,14 @@ def _print_summary(row: dict[str, Any], tally: Tally) -> None:
         "skipped": row["skipped"],
         "specialisations": features["specialisations"],
         "pairs covered": f"{features['pairs_covered']} of {features['pairs']}",
+        "judged by more draws": features["redrawn"],
         "seconds": features["seconds"],
         "slowest case": f"{tally.slowest[0]:.2f} s, {tally.slowest[1][:120]}",
     }
     if tally.stopped is not None:
         lines["stopped"] = tally.stopped
     for name, value in lines.items():
-        print(f"{name:<16} {value}")
+        print(f"{name:<21} {value}")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """The yardstick of the conformance suite: eager attention in the inputs' dtype, with every feature.
 
 It rounds QK^T, P and O to the dtype and keeps all that lies between in float32. Its gradients are
-the equations of Dao 2023, algorithm 2, on whole matrices: dP and dS are rounded, and
-D = rowsum(dO * O) takes the rounded O, as any backward does that keeps O.
+the equations of Dao 2023, algorithm 2, on whole matrices: P comes from the kept float32 LSE and
+D = rowsum(dO * O) from the rounded O; dP and dS are rounded.
 """
 
 from __future__ import annotations
@@ -122,12 +122,16 @@ def _dense(
     columns = torch.where(alive, columns, 0.0)  # a softmax over no key is 0/0
     lse = torch.where(alive[..., 0], torch.logsumexp(columns, dim=-1), -math.inf)
     probs = torch.where(alive, torch.softmax(columns, dim=-1), 0.0)
-    probs, sink_probs = probs[..., :seqlen_k], probs[..., seqlen_k:]
-    probs = torch.where(visible, probs, 0.0)
+    probs = torch.where(visible, probs[..., :seqlen_k], 0.0)
     kept = _kept(inputs, first, (batch, num_heads, seqlen_q, seqlen_k))
     dropped = rounded(probs * kept)
     out = product(dropped, v)
 
+    # from here on as a backward that keeps only O and the LSE: P = exp(S - L), D = rowsum(dO * O)
+    statistic = torch.where(alive, lse[..., None], 0.0)
+    probs = torch.where(visible & alive, torch.exp(scores - statistic), 0.0)
+    sink_probs = torch.where(alive, torch.exp(columns[..., seqlen_k:] - statistic), 0.0)
+    dropped = rounded(probs * kept)
     delta = (out * grad_out.float()).sum(-1, keepdim=True)
     if grad_lse is not None:
         delta = delta - torch.where(alive, grad_lse[..., None], 0.0)
@@ -135,7 +139,8 @@ def _dense(
     grad_products = rounded(grad_scores * slope)
 
     def of_kv_heads(x: torch.Tensor) -> torch.Tensor:
-        return x.unflatten(1, (num_heads_kv, group)).sum(2).transpose(1, 2)
+        grouped: torch.Tensor = x.unflatten(1, (num_heads_kv, group))
+        return grouped.sum(2).transpose(1, 2)
 
     return {
         "out": out.transpose(1, 2),

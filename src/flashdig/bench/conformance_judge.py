@@ -2,16 +2,21 @@
 
 The allowance is that of `flashdig.bench.gate`: twice (gradients three times) the largest error of
 eager attention that rounds QK^T, P and O to the dtype, plus 1e-5.
+
+In a case of a few rows that error is one draw of a random number, and by luck it may be almost 0.
+A case beyond its allowance is therefore judged once more, by the largest error of eager attention
+over several draws of the same case; how many cases needed that is part of the record.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from flashdig.bench.cell_gate import GRADIENT_FACTOR
 from flashdig.bench.conformance_eager import Results, eager_rounded
-from flashdig.bench.conformance_inputs import LEAVES, Inputs
+from flashdig.bench.conformance_inputs import LEAVES, Inputs, make_inputs
 from flashdig.bench.gate import (
     ERROR_FACTOR,
     ERROR_FLOOR,
@@ -25,6 +30,8 @@ if TYPE_CHECKING:
     import torch
 
 PASSES = ("dq", "dkdv", "dk", "dv")
+# draws of a case that is judged once more
+REDRAWS = 8
 # between two paths to one log-sum-exp, per 1 + |lse|
 LSE_PATHS_TOLERANCE = 1e-6
 
@@ -47,8 +54,16 @@ def run_kernels(inputs: Inputs, tile: TileConfig | None = None) -> dict[str, Any
     return {"out": out, "lse": lse, **named}
 
 
-def problems(inputs: Inputs, tile: TileConfig | None = None) -> list[str]:
-    """What is wrong with the kernels' results for these inputs; one read from the device."""
+@dataclass(frozen=True)
+class Judgement:
+    """What is wrong with a case, and whether it took more draws of the yardstick to say."""
+
+    problems: tuple[str, ...]
+    redrawn: bool = False
+
+
+def judge(inputs: Inputs, tile: TileConfig | None = None) -> Judgement:
+    """Run the kernels on poisoned memory and compare; one read from the device."""
     import torch
 
     with poisoned_allocator():
@@ -56,7 +71,7 @@ def problems(inputs: Inputs, tile: TileConfig | None = None) -> list[str]:
     exact = _oracle(inputs)
     found = _form_problems(inputs, ours, exact)
     if found:
-        return found
+        return Judgement(tuple(found))
     eager = eager_rounded(inputs)
     names = list(exact)
     figures = [_figures(inputs, name, ours[name], exact[name], eager[name]) for name in names]
@@ -67,8 +82,32 @@ def problems(inputs: Inputs, tile: TileConfig | None = None) -> list[str]:
         if inputs.case.packed:
             names.append("dense calls")
             figures.append(_row(lse_of_dense_calls(inputs, ours["lse"], tile), inputs.q.device))
-    judged = zip(names, torch.stack(figures).tolist(), strict=True)
-    return [said for name, row in judged if (said := _verdict(name, row)) is not None]
+    rows = dict(zip(names, torch.stack(figures).tolist(), strict=True))
+    said = _verdicts(rows)
+    if not said or any(math.isnan(row[0]) or row[3] for row in rows.values()):
+        return Judgement(said)
+    for name, errors in _redrawn_errors(inputs, list(exact)).items():
+        rows[name][1] = max(rows[name][1], *errors)
+    return Judgement(_verdicts(rows), redrawn=True)
+
+
+def _redrawn_errors(inputs: Inputs, names: list[str]) -> dict[str, list[float]]:
+    """Errors of eager attention, by name, for other values of the same case."""
+    import torch
+
+    errors: dict[str, list[float]] = {name: [] for name in names}
+    for draw in range(1, REDRAWS):
+        case = replace(inputs.case, seed=inputs.case.seed ^ draw)
+        other = make_inputs(case, str(inputs.q.device))
+        exact, eager = _oracle(other), eager_rounded(other)
+        figures = [_figures(other, name, eager[name], exact[name], eager[name]) for name in names]
+        for name, row in zip(names, torch.stack(figures).tolist(), strict=True):
+            errors[name].append(row[1])
+    return errors
+
+
+def _verdicts(rows: dict[str, list[float]]) -> tuple[str, ...]:
+    return tuple(said for name, row in rows.items() if (said := _verdict(name, row)) is not None)
 
 
 def _form_problems(inputs: Inputs, ours: dict[str, Any], exact: Results) -> list[str]:
