@@ -1,8 +1,9 @@
-"""What an exhibit compiles to, for any chip and without a GPU: registers, spills, instructions.
+"""What a kernel compiles to, for any chip and without a GPU: registers, spills, instructions.
 
-The exhibit is run with tensors that have no memory under a driver that compiles for the wanted chip
-and records each launch instead of making it. So signature, alignment and constants are those of a
-real launch. Compilers can end a process: `compile_exhibits` works in a process of its own.
+An exhibit, or a pass of the portable kernels, is run with tensors that have no memory, under a
+driver that compiles for the wanted chip and records each launch instead of making it. So signature,
+alignment and constants are those of a real launch. Compilers can end a process:
+`compile_exhibits` works in a process of its own.
 
 Sources: NVIDIA's "CUDA Binary Utilities" for the instruction names; tools from Triton's wheel.
 """
@@ -37,7 +38,11 @@ class OfflineError(RuntimeError):
 
 @dataclass(frozen=True)
 class Request:
-    """An exhibit by name, the problem it is launched with, and the chip as "sm_90"."""
+    """An exhibit by name, the problem it is launched with, and the chip as "sm_90".
+
+    "portable:forward" is a pass of the kernels that users run, with the table's tile for the chip;
+    see `portable_launch.launch`.
+    """
 
     exhibit: str
     problem: AttentionProblem
@@ -46,7 +51,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Compiled:
-    """One kernel of an exhibit as the compiler left it.
+    """One kernel as the compiler left it.
 
     Attributes:
         name: as profilers show it.

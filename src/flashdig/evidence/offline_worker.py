@@ -1,4 +1,4 @@
-"""The process that `offline` starts: runs exhibits under a driver that compiles and records.
+"""The process that `offline` starts: launches kernels under a driver that compiles and records.
 
 python -m flashdig.evidence.offline_worker FOLDER
 """
@@ -16,9 +16,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 
+from flashdig.evidence import portable_launch
 from flashdig.evidence.offline import Request, ptxas_options, read_cubin, request_from
 from flashdig.generations.ladder import generation
 from flashdig.hardware.arch import architecture
+from flashdig.problem import AttentionProblem
 
 
 class OfflineDriver(DriverBase):
@@ -98,12 +100,20 @@ def driver_for(arch: str) -> OfflineDriver:
 
 
 def compile_one(request: Request) -> list[dict[str, Any]]:
-    """The kernels that the exhibit would launch, in order."""
+    """The kernels that would be launched, in order."""
     driver = driver_for(request.arch)
     driver.launched.clear()
     triton.runtime.driver.set_active(driver)
     triton.knobs.compilation.listener = driver.note_files
-    problem = request.problem
+    if request.exhibit.startswith(portable_launch.PREFIX):
+        portable_launch.launch(request.exhibit, request.problem, request.arch)
+    else:
+        run_exhibit(request.exhibit, request.problem)
+    return list(driver.launched)
+
+
+def run_exhibit(name: str, problem: AttentionProblem) -> None:
+    """The exhibit's launches, on tensors without memory."""
     dtype = getattr(torch, problem.dtype)
 
     def tensor(heads: int, seqlen: int, head_dim: int) -> torch.Tensor:
@@ -113,8 +123,7 @@ def compile_one(request: Request) -> list[dict[str, Any]]:
     k = tensor(problem.num_heads_kv, problem.seqlen_k, problem.head_dim)
     v = tensor(problem.num_heads_kv, problem.seqlen_k, problem.head_dim_v)
     torch.backends.cuda.matmul.allow_tf32 = problem.allow_tf32
-    generation(request.exhibit).run(q, k, v, problem.causal)
-    return list(driver.launched)
+    generation(name).run(q, k, v, problem.causal)
 
 
 def main(folder: Path) -> None:

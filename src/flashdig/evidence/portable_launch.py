@@ -1,0 +1,103 @@
+"""The launches that a problem makes with the portable kernels, on tensors without memory.
+
+What `offline` compiles for "portable:forward" and the like: the kernels' own launchers are called
+with tensors of the meta device, so signature, alignment and constants are those of real launches.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+
+from flashdig.kernels.choose import PASSES, Pass, TileConfig, choose_config
+from flashdig.kernels.triton.backward import Wanted, attention_backward
+from flashdig.kernels.triton.forward import attention_forward
+from flashdig.problem import AttentionProblem
+
+PREFIX = "portable:"
+# pass -> which of (q, k, v, bias, sinks) take a gradient
+_WANTED: dict[str, Wanted] = {
+    "dq": (True, False, False, False, False),
+    "dkdv": (False, True, True, False, False),
+    "dk": (False, True, False, False, False),
+    "dv": (False, False, True, False, False),
+    "bias": (False, False, False, True, False),
+}
+
+
+def launch(name: str, problem: AttentionProblem, arch: str) -> None:
+    """Launch one pass with the table's tile for `arch`; every backward one launches delta first.
+
+    Args:
+        name: "portable:" and "forward", "dq", "dkdv", "dk", "dv" or "bias".
+
+    Raises ValueError for another pass, and for what has no tile.
+    """
+    pass_ = name.removeprefix(PREFIX)
+    if pass_ != "forward" and pass_ not in _WANTED:
+        known = ", ".join(("forward", *_WANTED))
+        raise ValueError(f"unknown pass {pass_!r} of the portable kernels; known: {known}")
+    call = {**_tensors(problem), **_settings(problem)}
+    if pass_ == "forward":
+        attention_forward(**call, config=choose_config(problem, arch, "forward"))
+        return
+    q, v = call["q"], call["v"]
+    out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device="meta")
+    rows = q.shape[0] if problem.packed else problem.seqlen_q
+    lse_shape = (problem.num_heads, rows)
+    lse = torch.empty(lse_shape if problem.packed else (problem.batch, *lse_shape), device="meta")
+    configs: dict[Pass, TileConfig] = {}
+    if pass_ != "bias":  # whose tile is not in the table
+        # a single one of dK and dV is launched in the place of both
+        configs = dict.fromkeys(PASSES, choose_config(problem, arch, cast(Pass, pass_)))
+    attention_backward(out, None, **call, out=out, lse=lse, wanted=_WANTED[pass_], configs=configs)
+
+
+def _settings(problem: AttentionProblem) -> dict[str, Any]:
+    left, right = problem.mask.window_left, problem.mask.window_right
+    return {
+        "softmax_scale": problem.softmax_scale,
+        "softcap": problem.softcap,
+        "dropout_p": 0.1 if problem.dropout else 0.0,
+        "window_left": -1 if left is None else left,
+        "window_right": -1 if right is None else right,
+        "top_left": problem.mask.alignment == "top-left",
+        "allow_tf32": problem.allow_tf32,
+    }
+
+
+def _tensors(problem: AttentionProblem) -> dict[str, Any]:
+    """The operands that the problem names, by their names in the launchers."""
+    dtype = getattr(torch, problem.dtype)
+    batch, heads = problem.batch, problem.num_heads
+
+    def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def operand(seqlen: int, num_heads: int, head_dim: int) -> torch.Tensor:
+        rows = (batch * seqlen,) if problem.packed else (batch, seqlen)
+        return meta(*rows, num_heads, head_dim, dtype=dtype)
+
+    def lengths() -> torch.Tensor | None:
+        return meta(batch + 1, dtype=torch.int32) if problem.packed else None
+
+    bias = {
+        "none": None,
+        "bool": meta(1, heads, problem.seqlen_q, problem.seqlen_k, dtype=torch.bool),
+        "float": meta(1, heads, problem.seqlen_q, problem.seqlen_k, dtype=dtype),
+    }[problem.bias]
+    slopes = {"none": None, "heads": meta(heads), "batch_heads": meta(batch, heads)}[problem.alibi]
+    return {
+        "q": operand(problem.seqlen_q, heads, problem.head_dim),
+        "k": operand(problem.seqlen_k, problem.num_heads_kv, problem.head_dim),
+        "v": operand(problem.seqlen_k, problem.num_heads_kv, problem.head_dim_v),
+        "bias": bias,
+        "alibi_slopes": slopes,
+        "sinks": meta(heads) if problem.sinks else None,
+        "dropout_seed": meta(1, dtype=torch.int64) if problem.dropout else None,
+        "cu_seqlens_q": lengths(),
+        "cu_seqlens_k": lengths(),
+        "seqused_q": None,
+        "seqused_k": None,
+    }
