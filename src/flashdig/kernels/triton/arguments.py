@@ -32,7 +32,7 @@ UNSPECIALIZED = [
     "left",
     "right",
     "score_factor",
-    "softcap_log2",
+    "softcap_units",
     "softmax_scale",
     "dropout_threshold",
     "dropout_scale",
@@ -129,6 +129,11 @@ class Call:
         """Factor of the grid for sequences: packed slots already cover them."""
         return 1 if self.packed else self.batch
 
+    @property
+    def natural(self) -> bool:
+        """Scores are kept in natural units; see `score_terms`."""
+        return self.q.dtype == torch.float32
+
     def dtype_name(self) -> str:
         """The tile table's name for the dtype."""
         if self.input_precision() == "tf32":
@@ -140,16 +145,17 @@ class Call:
 
     def score_numbers(self) -> dict[str, float | int]:
         """Window, score factors and dropout as numbers for the kernel."""
+        units = 1.0 if self.natural else LOG2_E
         if self.softcap > 0.0:
             score_factor = self.softmax_scale / self.softcap
         else:
-            score_factor = self.softmax_scale * LOG2_E
+            score_factor = self.softmax_scale * units
         threshold = min(round(self.dropout_p * 2**32), 2**32 - 1)
         return {
             "left": max(self.window_left, 0),
             "right": max(self.window_right, 0),
             "score_factor": score_factor,
-            "softcap_log2": self.softcap * LOG2_E,
+            "softcap_units": self.softcap * units,
             # the kernel takes the bits as unsigned
             "dropout_threshold": threshold - 2**32 if threshold >= 2**31 else threshold,
             "dropout_scale": 0.0 if self.dropout_p == 1.0 else 1.0 / (1.0 - self.dropout_p),
@@ -208,6 +214,7 @@ class Call:
             "SOFTCAP": self.softcap > 0.0,
             "ALIBI": self.alibi_slopes is not None,
             "BIAS": bias,
+            "NATURAL": self.natural,
             "DROPOUT": self.dropout_p > 0.0,
             "INPUT_PRECISION": self.input_precision(),
         }

@@ -63,7 +63,7 @@ def flashdig_backward_bias(
     left,
     right,
     score_factor,
-    softcap_log2,
+    softcap_units,
     dropout_threshold,
     dropout_scale,
     bias_batch,
@@ -83,6 +83,7 @@ def flashdig_backward_bias(
     SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr,
     BIAS: tl.constexpr,
+    NATURAL: tl.constexpr,
     DROPOUT: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -109,6 +110,7 @@ def flashdig_backward_bias(
     out_head = matrix % bias_heads
     out_batch = matrix // bias_heads
 
+    UNITS: tl.constexpr = 1.0 if NATURAL else LOG2_E
     offset = seqlen_k - seqlen_q
     if TOP_LEFT:
         offset = offset * 0
@@ -129,7 +131,7 @@ def flashdig_backward_bias(
         head = out_head + pair % walked_heads
         sequence = out_batch + pair // walked_heads
         end_m = tl.minimum(start_m + BLOCK_M, seqlen_q)
-        begin, _, _, end = key_phases(
+        begin, _full_begin, _full_end, end = key_phases(
             start_m, end_m, seqlen_k, offset, left, right, BLOCK_N, LEFT, RIGHT
         )
         if (start_n >= begin) & (start_n < end):
@@ -163,33 +165,34 @@ def flashdig_backward_bias(
                 v, dout = round_to_tf32(v), round_to_tf32(dout)
             row_statistics = (batch_row * num_heads + head_row) * seqlen_q + offs_m
             lse = tl.load(lse_ptr + row_statistics, mask=row_inside, other=0.0)
-            lse_log2 = tl.where(lse == float("-inf"), 0.0, lse) * LOG2_E
+            lse = tl.where(lse == float("-inf"), 0.0, lse) * UNITS
             delta = tl.load(delta_ptr + row_statistics, mask=row_inside, other=0.0)
-            slope_log2 = 0.0
+            alibi_slope = 0.0
             if ALIBI:
-                slope_log2 = tl.load(slopes_ptr + sequence * stride_slopes_b + head) * LOG2_E
+                alibi_slope = tl.load(slopes_ptr + sequence * stride_slopes_b + head) * UNITS
             products = tl.dot(q, tl.trans(k), input_precision=INPUT_PRECISION)
-            probs, visible, _ = probabilities(
+            probs, visible, _slope = probabilities(
                 products,
-                lse_log2[:, None],
+                lse[:, None],
                 offs_m[:, None],
                 offs_n[None, :],
                 bias_ptr + batch_row * stride_bias_b + head_row * stride_bias_h,
                 stride_bias_m,
                 stride_bias_n,
-                slope_log2,
+                alibi_slope,
                 seqlen_q,
                 key_end,
                 offset,
                 left,
                 right,
                 score_factor,
-                softcap_log2,
+                softcap_units,
                 LEFT,
                 RIGHT,
                 SOFTCAP,
                 ALIBI,
                 BIAS,
+                NATURAL,
                 True,
             )
             dprobs = tl.dot(dout, tl.trans(v), input_precision=INPUT_PRECISION)

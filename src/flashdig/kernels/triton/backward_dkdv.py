@@ -32,7 +32,7 @@ def _add_row_tiles(
     stride_dom,
     stride_bias_m,
     stride_bias_n,
-    slope_log2,
+    alibi_slope,
     seed,
     dropout_threshold,
     dropout_scale,
@@ -51,7 +51,7 @@ def _add_row_tiles(
     left,
     right,
     score_factor,
-    softcap_log2,
+    softcap_units,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -63,6 +63,7 @@ def _add_row_tiles(
     SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr,
     BIAS: tl.constexpr,
+    NATURAL: tl.constexpr,
     DROPOUT: tl.constexpr,
     MASKED: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
@@ -70,6 +71,7 @@ def _add_row_tiles(
     WANT_DV: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
+    UNITS: tl.constexpr = 1.0 if NATURAL else LOG2_E
     offs_d = tl.arange(0, BLOCK_D)
     offs_dv = tl.arange(0, BLOCK_DV)
     j = start_n + tl.arange(0, BLOCK_N)[:, None]
@@ -110,25 +112,26 @@ def _add_row_tiles(
             dprobs = tl.dot(v, tl.trans(dout), input_precision=INPUT_PRECISION)
         probs, visible, slope = probabilities(
             products,
-            (lse * LOG2_E)[None, :],
+            (lse * UNITS)[None, :],
             i,
             j,
             bias_ptr,
             stride_bias_m,
             stride_bias_n,
-            slope_log2,
+            alibi_slope,
             seqlen_q,
             seqlen_k,
             offset,
             left,
             right,
             score_factor,
-            softcap_log2,
+            softcap_units,
             LEFT,
             RIGHT,
             SOFTCAP,
             ALIBI,
             BIAS,
+            NATURAL,
             MASKED,
         )
         if BIAS != "none":  # a row that the bias leaves no key here may hold anything
@@ -218,7 +221,7 @@ def flashdig_backward_dkdv(
     left,
     right,
     score_factor,
-    softcap_log2,
+    softcap_units,
     softmax_scale,
     dropout_threshold,
     dropout_scale,
@@ -235,6 +238,7 @@ def flashdig_backward_dkdv(
     SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr,
     BIAS: tl.constexpr,
+    NATURAL: tl.constexpr,
     DROPOUT: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -285,6 +289,7 @@ def flashdig_backward_dkdv(
     dk_ptr += (batch_row * stride_dkb + kv_head * stride_dkh + first_k * stride_dkn) * UNIT
     dv_ptr += (batch_row * stride_dvb + kv_head * stride_dvh + first_k * stride_dvn) * UNIT
 
+    UNITS: tl.constexpr = 1.0 if NATURAL else LOG2_E
     offset = seqlen_k - seqlen_q
     if TOP_LEFT:
         offset = offset * 0
@@ -327,9 +332,9 @@ def flashdig_backward_dkdv(
         head_bias_ptr = bias_ptr
         if BIAS != "none":
             head_bias_ptr = bias_ptr + batch_row * stride_bias_b + head_row * stride_bias_h
-        slope_log2 = 0.0
+        alibi_slope = 0.0
         if ALIBI:
-            slope_log2 = tl.load(slopes_ptr + sequence * stride_slopes_b + head) * LOG2_E
+            alibi_slope = tl.load(slopes_ptr + sequence * stride_slopes_b + head) * UNITS
         for masked in tl.static_range(2):
             dk, dv = _add_row_tiles(
                 dk,
@@ -345,7 +350,7 @@ def flashdig_backward_dkdv(
                 stride_dom * UNIT,
                 stride_bias_m,
                 stride_bias_n,
-                slope_log2,
+                alibi_slope,
                 seed,
                 dropout_threshold,
                 dropout_scale,
@@ -364,7 +369,7 @@ def flashdig_backward_dkdv(
                 left,
                 right,
                 score_factor,
-                softcap_log2,
+                softcap_units,
                 HEAD_DIM,
                 HEAD_DIM_V,
                 BLOCK_D,
@@ -376,6 +381,7 @@ def flashdig_backward_dkdv(
                 SOFTCAP,
                 ALIBI,
                 BIAS,
+                NATURAL,
                 DROPOUT,
                 masked == 1,
                 INPUT_PRECISION,

@@ -21,7 +21,7 @@ def _add_key_tiles(
     dq,
     q,
     dout,
-    lse_log2,
+    lse,
     delta,
     k_ptr,
     v_ptr,
@@ -30,7 +30,7 @@ def _add_key_tiles(
     stride_vn,
     stride_bias_m,
     stride_bias_n,
-    slope_log2,
+    alibi_slope,
     seed,
     dropout_threshold,
     dropout_scale,
@@ -46,7 +46,7 @@ def _add_key_tiles(
     left,
     right,
     score_factor,
-    softcap_log2,
+    softcap_units,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -58,6 +58,7 @@ def _add_key_tiles(
     SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr,
     BIAS: tl.constexpr,
+    NATURAL: tl.constexpr,
     DROPOUT: tl.constexpr,
     MASKED: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
@@ -92,25 +93,26 @@ def _add_key_tiles(
         dprobs = tl.dot(dout, tl.trans(v), input_precision=INPUT_PRECISION)
         probs, visible, slope = probabilities(
             products,
-            lse_log2[:, None],
+            lse[:, None],
             i,
             j,
             bias_ptr,
             stride_bias_m,
             stride_bias_n,
-            slope_log2,
+            alibi_slope,
             seqlen_q,
             key_end,
             offset,
             left,
             right,
             score_factor,
-            softcap_log2,
+            softcap_units,
             LEFT,
             RIGHT,
             SOFTCAP,
             ALIBI,
             BIAS,
+            NATURAL,
             MASKED,
         )
         if DROPOUT:
@@ -186,7 +188,7 @@ def flashdig_backward_dq(
     left,
     right,
     score_factor,
-    softcap_log2,
+    softcap_units,
     softmax_scale,
     dropout_threshold,
     dropout_scale,
@@ -203,6 +205,7 @@ def flashdig_backward_dq(
     SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr,
     BIAS: tl.constexpr,
+    NATURAL: tl.constexpr,
     DROPOUT: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -256,12 +259,13 @@ def flashdig_backward_dq(
     if BIAS != "none":
         bias_ptr += batch_row * stride_bias_b + head_row * stride_bias_h
 
+    UNITS: tl.constexpr = 1.0 if NATURAL else LOG2_E
     offset = seqlen_k - seqlen_q
     if TOP_LEFT:
         offset = offset * 0
-    slope_log2 = 0.0
+    alibi_slope = 0.0
     if ALIBI:
-        slope_log2 = tl.load(slopes_ptr + sequence * stride_slopes_b + head) * LOG2_E
+        alibi_slope = tl.load(slopes_ptr + sequence * stride_slopes_b + head) * UNITS
     seed = 0
     if DROPOUT:
         seed = tl.load(seed_ptr)
@@ -282,7 +286,7 @@ def flashdig_backward_dq(
     if INPUT_PRECISION == "tf32":
         q, dout = round_to_tf32(q), round_to_tf32(dout)
     lse = tl.load(lse_ptr + offs_m, mask=row_inside, other=0.0)
-    lse_log2 = tl.where(lse == float("-inf"), 0.0, lse) * LOG2_E
+    lse = tl.where(lse == float("-inf"), 0.0, lse) * UNITS
     delta = tl.load(delta_ptr + offs_m, mask=row_inside, other=0.0)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
@@ -299,7 +303,7 @@ def flashdig_backward_dq(
                 dq,
                 q,
                 dout,
-                lse_log2,
+                lse,
                 delta,
                 k_ptr,
                 v_ptr,
@@ -308,7 +312,7 @@ def flashdig_backward_dq(
                 stride_vn * UNIT,
                 stride_bias_m,
                 stride_bias_n,
-                slope_log2,
+                alibi_slope,
                 seed,
                 dropout_threshold,
                 dropout_scale,
@@ -324,7 +328,7 @@ def flashdig_backward_dq(
                 left,
                 right,
                 score_factor,
-                softcap_log2,
+                softcap_units,
                 HEAD_DIM,
                 HEAD_DIM_V,
                 BLOCK_D,
@@ -336,6 +340,7 @@ def flashdig_backward_dq(
                 SOFTCAP,
                 ALIBI,
                 BIAS,
+                NATURAL,
                 DROPOUT,
                 phase != 1,
                 INPUT_PRECISION,

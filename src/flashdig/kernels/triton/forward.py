@@ -26,6 +26,7 @@ from flashdig.kernels.triton.score_terms import (
     LN_2,
     LOG2_E,
     capped,
+    exp_units,
     keep_tile,
     load_bias,
     plus_alibi,
@@ -53,7 +54,7 @@ def _attend_tiles(
     stride_vn,
     stride_bias_m,
     stride_bias_n,
-    slope_log2,
+    alibi_slope,
     seed,
     dropout_threshold,
     sequence,
@@ -68,7 +69,7 @@ def _attend_tiles(
     left,
     right,
     score_factor,
-    softcap_log2,
+    softcap_units,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -80,6 +81,7 @@ def _attend_tiles(
     SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr,
     BIAS: tl.constexpr,
+    NATURAL: tl.constexpr,
     DROPOUT: tl.constexpr,
     MASKED: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
@@ -107,9 +109,9 @@ def _attend_tiles(
 
         # [BLOCK_M, BLOCK_D] @ [BLOCK_D, BLOCK_N] -> [BLOCK_M, BLOCK_N]
         products = tl.dot(q, tl.trans(k), input_precision=INPUT_PRECISION)
-        scores, _ = capped(products, score_factor, softcap_log2, SOFTCAP)
+        scores, _ = capped(products, score_factor, softcap_units, SOFTCAP)
         if ALIBI:
-            scores = plus_alibi(scores, slope_log2, i, j, offset)
+            scores = plus_alibi(scores, alibi_slope, i, j, offset)
         if MASKED or BIAS != "none":
             visible = (j < key_end) & (i >= 0)
             if MASKED:
@@ -121,7 +123,9 @@ def _attend_tiles(
                 if BIAS == "bool":
                     visible = visible & (bias != 0)
                 else:
-                    bias = bias.to(tl.float32) * LOG2_E
+                    bias = bias.to(tl.float32)
+                    if not NATURAL:
+                        bias *= LOG2_E
                     visible = visible & (bias != float("-inf"))
                     scores += bias
             scores = tl.where(visible, scores, float("-inf"))
@@ -130,8 +134,8 @@ def _attend_tiles(
         shift = new_max
         if MASKED or BIAS != "none":
             shift = tl.where(new_max == float("-inf"), 0.0, new_max)  # rows without keys so far
-        probs = tl.exp2(scores - shift[:, None])
-        rescale = tl.exp2(row_max - shift)
+        probs = exp_units(scores - shift[:, None], NATURAL)
+        rescale = exp_units(row_max - shift, NATURAL)
         row_sum = row_sum * rescale + tl.sum(probs, 1)
         row_max = new_max
         out = out * rescale[:, None]
@@ -197,7 +201,7 @@ def flashdig_forward(
     left,
     right,
     score_factor,
-    softcap_log2,
+    softcap_units,
     dropout_threshold,
     dropout_scale,
     HEAD_DIM: tl.constexpr,
@@ -213,6 +217,7 @@ def flashdig_forward(
     SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr,
     BIAS: tl.constexpr,
+    NATURAL: tl.constexpr,
     SINKS: tl.constexpr,
     DROPOUT: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
@@ -262,12 +267,13 @@ def flashdig_forward(
     if BIAS != "none":
         bias_ptr += batch_row * stride_bias_b + head.to(tl.int64) * stride_bias_h
 
+    UNITS: tl.constexpr = 1.0 if NATURAL else LOG2_E
     offset = seqlen_k - seqlen_q
     if TOP_LEFT:
         offset = offset * 0
-    slope_log2 = 0.0
+    alibi_slope = 0.0
     if ALIBI:
-        slope_log2 = tl.load(slopes_ptr + sequence * stride_slopes_b + head) * LOG2_E
+        alibi_slope = tl.load(slopes_ptr + sequence * stride_slopes_b + head) * UNITS
     seed = 0
     if DROPOUT:
         seed = tl.load(seed_ptr)
@@ -288,7 +294,7 @@ def flashdig_forward(
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     if SINKS:  # a first key whose value is zero
-        sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2_E
+        sink = tl.load(sinks_ptr + head).to(tl.float32) * UNITS
         row_max = tl.zeros([BLOCK_M], tl.float32) + sink
         row_sum = tl.where(row_max == float("-inf"), 0.0, 1.0)
 
@@ -313,7 +319,7 @@ def flashdig_forward(
                 stride_vn * UNIT,
                 stride_bias_m,
                 stride_bias_n,
-                slope_log2,
+                alibi_slope,
                 seed,
                 dropout_threshold,
                 sequence,
@@ -328,7 +334,7 @@ def flashdig_forward(
                 left,
                 right,
                 score_factor,
-                softcap_log2,
+                softcap_units,
                 HEAD_DIM,
                 HEAD_DIM_V,
                 BLOCK_D,
@@ -340,6 +346,7 @@ def flashdig_forward(
                 SOFTCAP,
                 ALIBI,
                 BIAS,
+                NATURAL,
                 DROPOUT,
                 phase != 1,
                 INPUT_PRECISION,
@@ -355,7 +362,7 @@ def flashdig_forward(
         (out * factor[:, None]).to(out_ptr.dtype.element_ty),
         mask=row_inside[:, None] & (offs_dv < HEAD_DIM_V)[None, :],
     )
-    lse = (row_max + tl.log2(divisor)) * LN_2
+    lse = row_max + tl.log2(divisor) * LN_2 if NATURAL else (row_max + tl.log2(divisor)) * LN_2
     tl.store(lse_ptr + offs_m, lse, mask=row_inside)
 
 

@@ -10,6 +10,7 @@ import triton.language as tl
 from flashdig.kernels.triton.score_terms import (
     LOG2_E,
     capped,
+    exp_units,
     keep_tile,
     keep_tile_transposed,
     load_bias,
@@ -21,43 +22,46 @@ from flashdig.kernels.triton.score_terms import (
 @triton.jit
 def probabilities(
     products,
-    lse_log2,
+    lse,
     i,
     j,
     bias_ptr,
     stride_bias_m,
     stride_bias_n,
-    slope_log2,
+    alibi_slope,
     seqlen_q,
     key_end,
     offset,
     left,
     right,
     score_factor,
-    softcap_log2,
+    softcap_units,
     LEFT: tl.constexpr,
     RIGHT: tl.constexpr,
     SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr,
     BIAS: tl.constexpr,
+    NATURAL: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """(P, visible, d score / d scaled product) of a tile; lse_log2 broadcasts to it."""
-    scores, slope = capped(products, score_factor, softcap_log2, SOFTCAP)
+    """(P, visible, d score / d scaled product) of a tile; lse, in units, broadcasts to it."""
+    scores, slope = capped(products, score_factor, softcap_units, SOFTCAP)
     if ALIBI:
-        scores = plus_alibi(scores, slope_log2, i, j, offset)
+        scores = plus_alibi(scores, alibi_slope, i, j, offset)
     visible = (i < seqlen_q) & (j < key_end)
     if BIAS != "none":
         bias = load_bias(bias_ptr, i, j, stride_bias_m, stride_bias_n, visible)
         if BIAS == "bool":
             visible = visible & (bias != 0)
         else:
-            bias = bias.to(tl.float32) * LOG2_E
+            bias = bias.to(tl.float32)
+            if not NATURAL:
+                bias *= LOG2_E
             visible = visible & (bias != float("-inf"))
             scores += bias
     if MASKED:
         visible = visible & position_visible(i, j, offset, left, right, LEFT, RIGHT)
-    probs = tl.exp2(scores - lse_log2)
+    probs = exp_units(scores - lse, NATURAL)
     if MASKED or BIAS != "none":
         probs = tl.where(visible, probs, 0.0)
     return probs, visible, slope

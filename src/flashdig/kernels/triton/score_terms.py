@@ -1,7 +1,9 @@
 """Device functions: what happens to q.k on its way to a score, and dropout.
 
-Scores are kept in units of log2, so that exp2 needs no factor. Tiles may be (rows, keys) or
-(keys, rows): `i` and `j` are the row and key indices, shaped to broadcast to the tile.
+Scores are kept in units of log2, so that exp2 needs no factor; float32 ones are NATURAL, since a
+change of units rounds the log-sum-exp once more. `units` gives how many units a natural one is.
+Tiles may be (rows, keys) or (keys, rows): `i` and `j` are the row and key indices, shaped to
+broadcast to the tile.
 """
 
 import triton
@@ -12,23 +14,29 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def tanh(x):
-    # exact at both ends: exp2 gives inf or 0 there
-    return 1.0 - 2.0 / (1.0 + tl.exp2(x * (2.0 * LOG2_E)))
+def exp_units(x, NATURAL: tl.constexpr):
+    """e to the power of x, which is in the kernel's units."""
+    if NATURAL:
+        x = x * LOG2_E
+    return tl.exp2(x)
 
 
 @triton.jit
-def capped(products, score_factor, softcap_log2, SOFTCAP: tl.constexpr):
-    """(scores in log2, their derivative by the scaled product over log2 e).
+def capped(products, score_factor, softcap_units, SOFTCAP: tl.constexpr):
+    """(scores in the kernel's units, their derivative by the scaled product in those units).
 
-    score_factor is softmax_scale * log2 e, or softmax_scale / softcap with a softcap.
+    score_factor is softmax_scale in units, or softmax_scale / softcap with a softcap.
     """
     slope = products
     scores = products * score_factor
     if SOFTCAP:
-        t = tanh(scores)
-        slope = 1.0 - t * t
-        scores = t * softcap_log2
+        # tanh and its derivative from exp(-2|x|): nothing overflows, and near the cap, where tanh
+        # is 1 but for rounding, the derivative keeps its digits
+        z = tl.exp2(tl.abs(scores) * (-2.0 * LOG2_E))
+        inverse = 1.0 / (1.0 + z)
+        t = (1.0 - z) * inverse
+        slope = 4.0 * z * inverse * inverse
+        scores = tl.where(scores < 0.0, -t, t) * softcap_units
     return scores, slope
 
 
@@ -50,8 +58,8 @@ def load_bias(bias_ptr, i, j, stride_m, stride_n, inside):
 
 
 @triton.jit
-def plus_alibi(scores, slope_log2, i, j, offset):
-    return scores - slope_log2 * tl.abs(i + offset - j).to(tl.float32)
+def plus_alibi(scores, alibi_slope, i, j, offset):
+    return scores - alibi_slope * tl.abs(i + offset - j).to(tl.float32)
 
 
 @triton.jit
