@@ -65,7 +65,6 @@ WANTED = {
     "sm_100": [
         ("forward", wide(HALF, 256)),
         ("dq", wide(HALF, 128).replace(**EVERYTHING)),
-        ("dkdv", wide(SINGLE, 128)),
     ],
     "sm_120": [
         ("forward", wide(HALF, 256).replace(bias="bool", mask=Mask())),
