@@ -33,11 +33,9 @@ from flashdig.kernels.triton.score_terms import (
     position_visible,
 )
 from flashdig.kernels.triton.sequences import (
-    find_sequence,
-    first_slot,
     key_phases,
+    rows_of_program,
     seen_keys,
-    sequence_span,
 )
 
 
@@ -225,30 +223,23 @@ def flashdig_forward(
     BLOCK_N: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
-    program = tl.program_id(0)
-    if PACKED:
-        # seqlen_q and seqlen_k are the totals
-        slots = seqlen_q // BLOCK_M + batch
-        head = program // slots
-        slot = program % slots
-        total_q = seqlen_q
-        sequence = find_sequence(cu_seqlens_q_ptr, slot, batch, total_q, BLOCK_M)
-        start_m = (slot - first_slot(cu_seqlens_q_ptr, sequence, total_q, BLOCK_M)) * BLOCK_M
-        first_q, seqlen_q = sequence_span(cu_seqlens_q_ptr, seqused_q_ptr, sequence, total_q)
-        first_k, seqlen_k = sequence_span(cu_seqlens_k_ptr, seqused_k_ptr, sequence, seqlen_k)
-        lse_ptr += head.to(tl.int64) * total_q + first_q
+    sequence, head, start_m, first_q, first_k, seqlen_q, seqlen_k, statistics = rows_of_program(
+        cu_seqlens_q_ptr,
+        cu_seqlens_k_ptr,
+        seqused_q_ptr,
+        seqused_k_ptr,
+        batch,
+        num_heads,
+        seqlen_q,
+        seqlen_k,
+        BLOCK_M,
+        PACKED,
+        RIGHT,
+    )
+    if PACKED:  # noqa: SIM102 - decided when compiling
         if start_m >= seqlen_q:
             return
-    else:
-        slots = tl.cdiv(seqlen_q, BLOCK_M)
-        sequence = program // (slots * num_heads)
-        head = program // slots % num_heads
-        start_m = (program % slots) * BLOCK_M
-        if RIGHT:  # the longest rows first
-            start_m = (slots - 1) * BLOCK_M - start_m
-        first_q = program * 0
-        first_k = program * 0
-        lse_ptr += (program // slots).to(tl.int64) * seqlen_q
+    lse_ptr += statistics
     head_kv = (head // group_size).to(tl.int64)
     batch_row = sequence.to(tl.int64)
     if PACKED:

@@ -46,6 +46,55 @@ def sequence_span(cu_ptr, used_ptr, sequence, total):
 
 
 @triton.jit
+def rows_of_program(
+    cu_q_ptr,
+    cu_k_ptr,
+    used_q_ptr,
+    used_k_ptr,
+    batch,
+    num_heads,
+    seqlen_q,
+    seqlen_k,
+    BLOCK_M: tl.constexpr,
+    PACKED: tl.constexpr,
+    LONGEST_FIRST: tl.constexpr,
+):
+    """The tile of rows that a program of a one-dimensional grid makes.
+
+    Packed, seqlen_q and seqlen_k are the totals. LONGEST_FIRST: the last rows, which see most keys
+    under causality, come first.
+
+    Returns (sequence, head, start_m, first_q, first_k, seqlen_q, seqlen_k, statistics): start_m is
+    relative to the sequence, and beyond seqlen_q where there is nothing to do; first_q and first_k
+    are where the sequence begins in packed tensors; `statistics` where its and the head's rows
+    begin in the log-sum-exp.
+    """
+    program = tl.program_id(0)
+    if PACKED:
+        slots = seqlen_q // BLOCK_M + batch
+        head = program // slots
+        slot = program % slots
+        sequence = find_sequence(cu_q_ptr, slot, batch, seqlen_q, BLOCK_M)
+        start_m = (slot - first_slot(cu_q_ptr, sequence, seqlen_q, BLOCK_M)) * BLOCK_M
+        first_q, length_q = sequence_span(cu_q_ptr, used_q_ptr, sequence, seqlen_q)
+        first_k, length_k = sequence_span(cu_k_ptr, used_k_ptr, sequence, seqlen_k)
+        statistics = head.to(tl.int64) * seqlen_q + first_q
+    else:
+        slots = tl.cdiv(seqlen_q, BLOCK_M)
+        sequence = program // (slots * num_heads)
+        head = program // slots % num_heads
+        start_m = (program % slots) * BLOCK_M
+        if LONGEST_FIRST:
+            start_m = (slots - 1) * BLOCK_M - start_m
+        first_q = program * 0
+        first_k = program * 0
+        length_q = seqlen_q
+        length_k = seqlen_k
+        statistics = (program // slots).to(tl.int64) * seqlen_q
+    return sequence, head, start_m, first_q, first_k, length_q, length_k, statistics
+
+
+@triton.jit
 def seen_keys(seqlen_q, seqlen_k, offset, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr):
     """Half-open range of keys that some query of the sequence may see by position."""
     begin = 0
