@@ -282,6 +282,14 @@ OUR_KERNELS = {
         *("attention_backward", "backward", "float16", (32, 64), 64, True, None),
         "dk and dv, fp16, head_dim 64, tile 32x64, in a window, softcap, ALiBi, dropout, bias,",
     ),
+    "flashdig_backward_dk_bf16_d256_m64n128_causal": (
+        *("attention_backward", "backward", "bfloat16", (64, 128), 256, True, True),
+        "backward, dk, bf16, head_dim 256, tile 64x128, causal,",
+    ),
+    "flashdig_hopper_forward_bf16_d128_m128n128_full": (
+        *("attention_forward", "forward", "bfloat16", (128, 128), 128, True, False),
+        "attention forward, bf16, head_dim 128, tile 128x128, not causal,",
+    ),
     "flashdig_backward_bias_bf16_d64_m64n64_bias": (
         *("attention_backward", "backward", "bfloat16", (64, 64), 64, True, False),
         "backward, the bias's gradient, bf16,",

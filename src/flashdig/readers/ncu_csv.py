@@ -32,6 +32,11 @@ _ABOUT_THE_KERNEL = frozenset(
         "CC",
     }
 )
+# with --nvtx: "thread Domain:Push/Pop_Range:PL_Type:PL_Value:CLR_Type:Color:Msg_Type:Msg", and a
+# second one of start/stop ranges, which belong to no thread
+_PUSHED_RANGES = "Push/Pop_Range"
+_NVTX_COLUMNS = (_PUSHED_RANGES, "Start/Stop_Range")
+_FIELDS_BEHIND_RANGE = 6
 _NEEDED = ("ID", "Kernel Name")
 _DETAILS = ("Metric Name", "Metric Unit", "Metric Value")
 # labels that two sections of the details page share, with different meanings
@@ -128,7 +133,7 @@ def _raw(rows: Iterator[_Row], header: _Row, source: str) -> list[_Draft]:
             continue
         draft = _Draft(row.line, _about(header, row))
         for name, unit, value in zip(header.cells, units, row.cells, strict=True):
-            if name not in _ABOUT_THE_KERNEL:
+            if not _is_about(name):
                 _put(draft, name, unit, value)
         drafts.append(draft)
     return drafts
@@ -180,10 +185,26 @@ def _rule(cells: dict[str, str], source: str, line: int) -> Rule:
 
 def _about(header: _Row, row: _Row) -> dict[str, str]:
     return {
-        name: value
-        for name, value in zip(header.cells, row.cells, strict=False)
-        if name in _ABOUT_THE_KERNEL
+        name: value for name, value in zip(header.cells, row.cells, strict=False) if _is_about(name)
     }
+
+
+def _is_about(column: str) -> bool:
+    return column in _ABOUT_THE_KERNEL or any(part in column for part in _NVTX_COLUMNS)
+
+
+def _ranges(about: dict[str, str]) -> tuple[str, ...]:
+    """Names in a cell such as '4711  "<default domain>:forward:none:none:none:none:none:none"'.
+
+    A name may hold colons; the six fields behind it are its payload, colour and message.
+    """
+    cell = next((value for name, value in about.items() if _PUSHED_RANGES in name), "")
+    names = []
+    for entry in re.findall(r'"([^"]*)"', cell):
+        fields = entry.split(":")
+        end = -_FIELDS_BEHIND_RANGE if len(fields) > _FIELDS_BEHIND_RANGE + 1 else 2
+        names.append(":".join(fields[1:end]))
+    return tuple(name for name in names if name)
 
 
 def _put(draft: _Draft, name: str, unit: str, value: str) -> None:
@@ -215,6 +236,7 @@ def _kernel(draft: _Draft, source: str) -> NcuKernel:
         device=int(device) if re.fullmatch(r"[0-9]{1,4}", device) else None,
         compute_capability=(int(capability[1]), int(capability[2])) if capability else None,
         rules=tuple(draft.rules),
+        ranges=_ranges(about),
     )
 
 

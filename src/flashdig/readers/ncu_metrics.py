@@ -48,6 +48,7 @@ def kernel_from_metrics(
     device: int | None = None,
     compute_capability: tuple[int, int] | None = None,
     rules: tuple[Rule, ...] = (),
+    ranges: tuple[str, ...] = (),
 ) -> NcuKernel:
     """An NcuKernel from its metrics, numbers in base units."""
     look = _Look(metrics)
@@ -110,6 +111,7 @@ def kernel_from_metrics(
         stalls=_stalls(metrics, look),
         occupancy=_occupancy(look),
         rules=rules,
+        ranges=ranges,
     )
 
 

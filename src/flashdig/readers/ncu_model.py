@@ -150,6 +150,7 @@ class NcuKernel:
         registers_per_thread: 32-bit registers.
         local_spill_requests: memory requests caused by spilled registers.
         metrics: every metric of the file, numbers in base units, other values as text.
+        ranges: NVTX push/pop ranges around the launch, outermost first; () where not recorded.
     """
 
     number: int
@@ -184,6 +185,7 @@ class NcuKernel:
     stalls: Stalls = Stalls()
     occupancy: NcuOccupancy = NcuOccupancy()
     rules: tuple[Rule, ...] = ()
+    ranges: tuple[str, ...] = ()
 
     @property
     def decoded(self) -> KernelName:

@@ -264,7 +264,12 @@ def kernel_name(prefix: str) -> Callable[[Any], str]:
         head_dim = f"d{c['HEAD_DIM']}"
         if c["HEAD_DIM_V"] != c["HEAD_DIM"]:
             head_dim += f"v{c['HEAD_DIM_V']}"
-        parts = [prefix, dtype, head_dim, f"m{c['BLOCK_M']}n{c['BLOCK_N']}"]
+        made = prefix
+        if not c.get("WANT_DV", True):
+            made = prefix.replace("dkdv", "dk")
+        elif not c.get("WANT_DK", True):
+            made = prefix.replace("dkdv", "dv")
+        parts = [made, dtype, head_dim, f"m{c['BLOCK_M']}n{c['BLOCK_N']}"]
         if c["LEFT"]:
             parts.append("window")
         elif c["RIGHT"]:

@@ -105,11 +105,13 @@ def attention_backward(
     if wanted[0]:
         dq = _dq(call, grad_out, lse, delta, configs.get("dq"))
     want_dk, want_dv = wanted[1:3]
-    if want_dk and want_dv and max(call.head_dim, call.head_dim_v) > APART_ABOVE:
-        dk, _ = _dkdv(call, grad_out, lse, delta, configs.get("dk"), want_dv=False)
-        _, dv = _dkdv(call, grad_out, lse, delta, configs.get("dv"), want_dk=False)
-    elif want_dk or want_dv:
-        dk, dv = _dkdv(call, grad_out, lse, delta, configs.get("dkdv"), want_dk, want_dv)
+    if want_dk and want_dv and max(call.head_dim, call.head_dim_v) <= APART_ABOVE:
+        dk, dv = _dkdv(call, grad_out, lse, delta, configs.get("dkdv"))
+    else:
+        if want_dk:
+            dk, _ = _dkdv(call, grad_out, lse, delta, configs.get("dk"), want_dv=False)
+        if want_dv:
+            _, dv = _dkdv(call, grad_out, lse, delta, configs.get("dv"), want_dk=False)
     if wanted[3] and bias is not None and bias.dtype != torch.bool:
         dbias = _dbias(call, bias, grad_out, lse, delta)
     if wanted[4] and sinks is not None:

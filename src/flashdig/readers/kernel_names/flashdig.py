@@ -33,14 +33,16 @@ _FEATURES = {
 }
 _DTYPE = r"_(?P<dtype>fp32|tf32|fp16|bf16)"
 _KERNEL = re.compile(
-    rf"^flashdig_(?P<what>forward|backward_(?:dq|dkdv|bias)){_DTYPE}"
+    rf"^flashdig_(?:hopper_)?(?P<what>forward|backward_(?:dq|dkdv|dk|dv|bias)){_DTYPE}"
     r"_d(?P<d>\d{1,4})(?:v(?P<v>\d{1,4}))?_m(?P<m>\d{1,4})n(?P<n>\d{1,4})"
-    rf"(?:_(?P<mask>causal|window))?(?P<features>(?:_(?:{'|'.join(_FEATURES)}))*)$"
+    rf"(?:_(?P<mask>full|causal|window))?(?P<features>(?:_(?:{'|'.join(_FEATURES)}))*)$"
 )
 _DELTA = re.compile(rf"^flashdig_backward_delta{_DTYPE}_v(?P<v>\d{{1,4}})$")
 _GRADIENTS = {
     "backward_dq": "backward, dq",
     "backward_dkdv": "backward, dk and dv",
+    "backward_dk": "backward, dk",
+    "backward_dv": "backward, dv",
     "backward_bias": "backward, the bias's gradient",
 }
 _EXHIBIT = re.compile(
@@ -63,7 +65,7 @@ def _kernel(symbol: Symbol) -> KernelName | None:
     dtype = DTYPES[found["dtype"]]
     tile = (int(found["m"]), int(found["n"]))
     # a window may be a causal one: its name does not say
-    causal = {"causal": True, "window": None, None: False}[found["mask"]]
+    causal = {"causal": True, "window": None, "full": False, None: False}[found["mask"]]
     mask = {True: "causal", False: "not causal", None: "in a window"}[causal]
     head_dim = f"head_dim {found['d']}" + (f" (v: {found['v']})" if found["v"] else "")
     features = [_FEATURES[word] for word in found["features"].split("_") if word]
