@@ -15,6 +15,7 @@ from flashdig.evidence.card_file import Cards
 from flashdig.generations.walk import walk
 from flashdig.report.dig_page import render_dig_page
 from flashdig.report.dig_page_record import Dig, dig_of
+from tests.figure_cases import with_counters
 
 ROOT = Path(flashdig.__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -44,7 +45,7 @@ def hostile_record() -> Record:
     """Markup wherever a record holds text that somebody else chose."""
     plain = small_record()
     rows = []
-    for number, row in enumerate(plain.rows):
+    for number, row in enumerate(with_counters(list(plain.rows))):
         row |= {"sentence": HOSTILE, "notes": HOSTILE, "preset": HOSTILE, "gate": "ok"}
         row["name"] = f"{HOSTILE}{number}" if number else row["name"]
         row["surprises"] = [
@@ -53,6 +54,8 @@ def hostile_record() -> Record:
         for kernel in row["kernels"]:
             kernel |= {"name": HOSTILE, "occupancy_limit": HOSTILE}
         row["counted"]["source"] = HOSTILE
+        row["counters"]["source"] = HOSTILE
+        row["counters"]["kernels"][0]["name"] = HOSTILE
         rows.append(row)
     (run,) = plain.runs
     environment: dict[str, Any] = dict.fromkeys(run.environment, HOSTILE)

@@ -42,8 +42,9 @@ def qkv_file(tmp_path):
 
 def test_a_text_through_every_rung(tmp_path) -> None:
     record = tmp_path / "results" / "dig.json"
-    done = dig("--text", "A real sentence, seen by MiniLM.", "--output", str(record))
+    done = dig("--text", "A real sentence, seen by MiniLM.", "--counters", "--output", str(record))
     assert done.returncode == 0, done.stderr
+    assert "Memory counters are a GPU's: none were read." in done.stdout
     assert "No GPU: no time was measured" in done.stdout
     assert "Strongest attention between words" in done.stdout
     rows = read_record(record).rows

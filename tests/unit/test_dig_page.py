@@ -11,10 +11,12 @@ from markupsafe import Markup
 from flashdig.bench.results import Record, read_record
 from flashdig.bench.rows import RecordError
 from flashdig.cli import main
+from flashdig.costs.units import with_unit
 from flashdig.report.dig_page import generator
 from flashdig.report.dig_page_findings import comparisons, shares_of_gain
 from flashdig.report.dig_page_glossary import TERMS, Glossary
 from flashdig.report.dig_page_record import UnknownProblemError, dig_of
+from flashdig.report.dig_page_tables import counters_table
 from flashdig.report.dig_page_trust import machines, trust
 from flashdig.report.dig_table import COLUMNS, surprise_lines
 from tests.dig_pages import (
@@ -23,9 +25,11 @@ from tests.dig_pages import (
     REPORTS,
     Parsed,
     hostile_page,
+    page_of,
     record_path,
     small_record,
 )
+from tests.figure_cases import with_counters
 
 
 @pytest.fixture(scope="module", params=MACHINES)
@@ -129,6 +133,37 @@ def test_surprises_come_first_and_the_largest_on_top() -> None:
     exact = {one.words for one in found if one.what in ("loads", "stores")}
     assert exact == {"to the byte"}
     assert all(one.difference == "" for one in found if one.what in ("loads", "stores"))
+
+
+def test_measured_memory_is_a_guess_against_found_a_table_and_a_reason_to_trust() -> None:
+    plain = small_record(("v1", "v2", "sdpa_flash"))
+    record = Record("dig", plain.runs, tuple(with_counters(list(plain.rows))))
+    dig = dig_of(record, "x")
+    compared = {(one.rung, one.what): one for one in comparisons(dig.main.ladder)}
+    one = compared["v2", "memory bytes"]
+    v2 = next(row for row in dig.main.ladder if row["name"] == "v2")
+    counters, predicted = v2["counters"], v2["predicted"]
+    total = counters["dram_read_bytes"] + counters["dram_write_bytes"]
+    expected = predicted["memory_load_bytes"] + predicted["memory_store_bytes"]
+    assert (one.guessed, one.found) == (with_unit(expected, "B"), with_unit(total, "B"))
+    table = counters_table(dig.main.ladder)
+    assert table is not None
+    # library kernels too, whose bytes the picture cannot know
+    assert [row.name for row in table.rows] == ["v1", "v2", "sdpa_flash"]
+    cells = dict(zip(table.columns[1:], table.rows[1].cells, strict=True))
+    assert cells["read"] == with_unit(counters["dram_read_bytes"], "B")
+    assert cells["read + written"] == with_unit(total, "B")
+    assert cells["expected"] == with_unit(expected, "B")
+    assert cells["kernels"] == "2"
+    assert dict(trust(dig))["memory counters"].startswith("of 3 of 3 rungs, by Nsight Compute 2026")
+    text = Parsed(page_of(dig)).text
+    for words in ("asked of the L2", "memory bytes", "DRAM", "from a cold L2 cache"):
+        assert words in text
+    assert "no memory counters were read" not in text
+    without = dig_of(plain, "x")
+    assert counters_table(without.main.ladder) is None
+    assert "memory counters" not in dict(trust(without))
+    assert "no memory counters were read in this run" in Parsed(page_of(without)).text
 
 
 def test_shares_up_to_the_fastest_rung_add_up_to_one() -> None:

@@ -179,6 +179,7 @@ def words_of(dig: Dig) -> None:
     [
         (["--preset", "all"], "--from runs nothing: --preset"),
         (["--seqlen", "64", "--steps"], "--seqlen, --steps"),
+        (["--counters"], "--counters cannot be given"),
         (["--run", "no-such-run"], "--run"),
         (["--problem", "no such problem"], "--problem"),
         (["--html", "/proc/nowhere/page.html"], "/proc/nowhere"),

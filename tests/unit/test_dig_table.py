@@ -107,6 +107,14 @@ def test_predicted_bytes_are_marked_and_counted_ones_replace_the_kernels_part() 
     assert "~3 GB" in shown([uncounted], 200)
 
 
+def test_measured_memory_has_a_column_where_counters_were_read() -> None:
+    assert "DRAM" not in shown([ROW], 300)
+    assert "DRAM" not in legend([ROW])
+    row = {**ROW, "counters": {"dram_read_bytes": 4 * 10**9, "dram_write_bytes": 10**9}}
+    assert "5 GB" in shown([row], 300)
+    assert "by Nsight Compute" in legend([row])
+
+
 STEP = {
     **ROW,
     "name": "step:exp2",

@@ -20,7 +20,13 @@ from flashdig.report.figures.rung_rows import problem_of
 from flashdig.report.figures.steps import steps
 from flashdig.report.figures.walk_picture import walk_picture
 from flashdig.report.figures.waves import _ends, waves
-from tests.figure_cases import archaeology_rows, default_rows, step_rows, without_a_gpu
+from tests.figure_cases import (
+    archaeology_rows,
+    default_rows,
+    step_rows,
+    with_counters,
+    without_a_gpu,
+)
 
 H200 = find_device("h200")
 
@@ -145,6 +151,26 @@ def test_the_ledger_counts_what_the_interpreter_counted() -> None:
     picture = memory_ledger(uncounted, H200)
     assert "counted" not in words_of(picture)
     assert "Counted" not in picture.caption
+
+
+def test_the_ledger_shows_what_memory_moved_where_it_was_measured() -> None:
+    rows = default_rows()
+    plain = memory_ledger(rows, H200)
+    assert "no memory counters were read in this run" in plain.caption
+    assert "measured" not in words_of(plain)
+    assert "measured" not in plain.alt
+    measured = with_counters(rows)
+    picture = memory_ledger(measured, H200)
+    assert "no memory counters" not in picture.caption
+    assert "each kernel from a cold L2 cache" in picture.caption
+    assert "measured" in words_of(picture)
+    counters = named(measured, "v2")["counters"]
+    total = counters["dram_read_bytes"] + counters["dram_write_bytes"]
+    assert re.search(rf"v2: issued [^;]+;[^;]+; (counted [^;]+; )?measured {with_unit(total, 'B')}",
+                     picture.alt)  # fmt: skip
+    # rungs that ask for the same bytes and were measured differently have panels of their own
+    assert "naive, inplace" in words_of(plain)
+    assert "naive, inplace" not in words_of(picture)
 
 
 def test_the_articles_grids_over_an_h200() -> None:

@@ -46,6 +46,8 @@ def _one_of(*names: str) -> Rule:
 KERNEL = {"name", "count", "us"}
 # of the first launch under a name; copies and fills have none
 LAUNCH = {"grid", "block", "registers", "shared_bytes", "occupancy_percent", "occupancy_limit"}
+# by the chip's counters: of device memory, and what the SMs asked the L2 for
+MEMORY_BYTES = {"dram_read_bytes", "dram_write_bytes", "l2_bytes"}
 SURPRISE = {"what", "predicted", "found", "tolerance", "cause"}
 
 
@@ -76,6 +78,33 @@ def _is_counted(value: Any) -> bool:
         and value.keys() == {"load_bytes", "store_bytes", "matmul_flops", "source"}
         and _is_text(value["source"])
         and all(value[n] is None or _is_count(value[n]) for n in value if n != "source")
+    )
+
+
+def _is_counters(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and value.keys() == MEMORY_BYTES | {"cache", "source", "kernels"}
+        and _has_memory_bytes(value)
+        and value["cache"] in L2_STATES
+        and _is_text(value["source"])
+        and isinstance(value["kernels"], list)
+        and bool(value["kernels"])
+        and all(
+            isinstance(kernel, dict)
+            and kernel.keys() == MEMORY_BYTES | KERNEL
+            and _has_memory_bytes(kernel)
+            and _is_kernel({name: kernel[name] for name in KERNEL})
+            for kernel in value["kernels"]
+        )
+    )
+
+
+def _has_memory_bytes(value: Mapping[str, Any]) -> bool:
+    return (
+        _is_count(value["dram_read_bytes"])
+        and _is_count(value["dram_write_bytes"])
+        and (value["l2_bytes"] is None or _is_count(value["l2_bytes"]))
     )
 
 
@@ -144,6 +173,10 @@ FIELDS: dict[str, Rule] = {
     "speedup": AMOUNT,
     "share_of_gain": ("a finite number", _is_number),
     "counted": ("{load_bytes, store_bytes, matmul_flops, source}", _is_counted),
+    "counters": (
+        "{dram_read_bytes, dram_write_bytes, l2_bytes, cache, source, kernels}",
+        _is_counters,
+    ),
     "sentence": TEXT,
     "preset": TEXT,
     "fwd_bwd_ms": DURATION,

@@ -60,6 +60,12 @@ def command(
         bool,
         typer.Option("--steps", help="Also take v1 to v2 step by step (presets: on some cells)."),
     ] = False,
+    counters: Annotated[
+        bool,
+        typer.Option(
+            "--counters", help="Also measure each rung's memory traffic, with Nsight Compute (ncu)."
+        ),
+    ] = False,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of each measurement.")] = 12,
     seed: Annotated[int, typer.Option(help="Seed of random input.")] = 0,
     output: Annotated[
@@ -100,6 +106,7 @@ def command(
         asked |= {"--rungs": rungs, "--batch": batch, "--heads": heads, "--heads-kv": heads_kv}
         asked |= {"--seqlen": seqlen, "--head-dim": head_dim, "--dtype": dtype}
         asked |= {"--causal": causal or None, "--steps": steps or None}
+        asked |= {"--counters": counters or None}
         given = [name for name, value in asked.items() if value is not None]
         if given:
             raise UsageError(f"--from runs nothing: {', '.join(given)} cannot be given")
@@ -129,7 +136,7 @@ def command(
     except ValueError as error:
         raise UsageError(f"--rungs: {error}") from error
     page = None if html is None else PageRequest(html, problem)
-    _dig(request, names, rounds, steps, output, page, as_json)
+    _dig(request, names, rounds, steps, counters, output, page, as_json)
 
 
 def _dig(
@@ -137,6 +144,7 @@ def _dig(
     names: list[str],
     rounds: int,
     steps: bool,
+    counters: bool,
     output: Path | None,
     page: PageRequest | None,
     as_json: bool,
@@ -161,7 +169,13 @@ def _dig(
     try:
         with progress_bar("digging", len(request.sites), quiet=as_json) as (say, one_done):
             for cell_rows, cell_notes in expedition(
-                request, names, run.run_id, rounds=rounds, steps=steps, progress=say
+                request,
+                names,
+                run.run_id,
+                rounds=rounds,
+                steps=steps,
+                counters=counters,
+                progress=say,
             ):
                 one_done()
                 rows += cell_rows

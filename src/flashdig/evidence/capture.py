@@ -27,7 +27,7 @@ NCU_KERNELS = (
     "|dot_do_o|convert_dq)"
 )
 # what the driver answers where profiling counters are reserved for administrators
-_NO_PERMISSION = "ERR_NVGPUCTRPERM"
+NO_PERMISSION = "ERR_NVGPUCTRPERM"
 
 
 class CaptureError(RuntimeError):
@@ -179,7 +179,7 @@ def run_ncu(script: str, arguments: Sequence[str], path: str | Path) -> NcuOutco
     log = Path(path)
     if log.is_file():
         text += log.read_text(errors="replace")
-    if _NO_PERMISSION in text:
+    if NO_PERMISSION in text:
         log.unlink(missing_ok=True)
         return NcuOutcome(
             f"sudo -E {shown}",

@@ -82,6 +82,8 @@ def row_of(findings: CellFindings, found: Found, run_id: str, preset: str | None
             }
             for kernel in found.kernels
         ]
+    if found.counters is not None:
+        row["counters"] = found.counters.to_dict()
     if found.verdict == "ok":
         row["surprises"] = [
             surprise.to_dict() for surprise in surprises(tf32_problem, findings.device, found)

@@ -20,6 +20,7 @@ from flashdig.costs.flops import half_rule_flops
 from flashdig.costs.prediction import Prediction
 from flashdig.costs.schedules import exhibit_tile
 from flashdig.costs.traffic import compulsory, visited_tiles
+from flashdig.evidence.counters import Counters
 from flashdig.evidence.golden_counts import golden_counts
 from flashdig.evidence.interpreter import (
     Counts,
@@ -69,6 +70,7 @@ class Found:
         refusal: the error of a run that was tried; None when it ran.
         eager_difference: largest difference from eager attention, for problems that are small.
         forward_backward: its time with the backward, where one was asked for and exists.
+        counters: what memory read and wrote, where the chip's counters were read.
     """
 
     generation: Generation
@@ -85,6 +87,7 @@ class Found:
     kernels: list[LaunchedKernel] | None = None
     counted: Counted | None = None
     uncounted: str | None = None
+    counters: Counters | None = None
     peak_bytes: int | None = None
     published: Published | None = None
 

@@ -20,6 +20,7 @@ from flashdig.generations.excavation import (
     dig_on_gpu,
 )
 from flashdig.generations.inputs import QKV, from_safetensors, random_qkv
+from flashdig.generations.memory_counters import read_memory_counters
 from flashdig.generations.minilm import minilm_qkv
 from flashdig.generations.presets import PRESETS, Cell, Preset
 from flashdig.generations.step_rows import step_exhibits, step_rows_of
@@ -159,12 +160,14 @@ def expedition(
     *,
     rounds: int,
     steps: bool,
+    counters: bool = False,
     progress: Progress,
 ) -> Iterator[tuple[list[dict[str, Any]], list[str]]]:
     """Dig at each site; yields its rows and notes as soon as they are there.
 
     Args:
         steps: also take the steps from v1 to v2, of presets on the cells that ask for them.
+        counters: also read the memory counters of the GPU, where Nsight Compute may.
     """
     machine = Machine.here(rounds, progress)
     for site in request.sites:
@@ -177,6 +180,8 @@ def expedition(
         inputs = site.make(cell.problem, machine.device_type)
         both = site.preset is not None and site.preset.forward_backward
         findings = machine.dig(cell, inputs, names, forward_backward=both, progress=progress)
+        if counters:
+            read_memory_counters(findings, inputs, progress)
         rows = rows_of(findings, run_id, preset)
         if steps and (site.preset is None or cell.steps):
             exhibits = step_exhibits(cell.problem, machine.device_type)

@@ -14,12 +14,13 @@ from flashdig.costs.compiled_loops import ROW_WARPS, compiled_loop
 from flashdig.costs.predict import UnknownGenerationError, predict
 from flashdig.costs.prediction import Prediction
 from flashdig.costs.roofline import MEMORY
-from flashdig.costs.traffic import tensor_bytes
+from flashdig.costs.traffic import Traffic, tensor_bytes
 from flashdig.costs.units import seconds, with_unit
 from flashdig.hardware.devices import Device
 from flashdig.problem import AttentionProblem
 
 if TYPE_CHECKING:
+    from flashdig.evidence.counters import Counters
     from flashdig.evidence.kernels import LaunchedKernel
     from flashdig.generations.excavation import Found
 
@@ -30,6 +31,7 @@ SHORT_LAUNCH_MS = 0.03
 OCCUPANCY_TOLERANCE = 0.15
 # one indexing step of torch's element-wise kernels covers at most this many bytes
 ELEMENTWISE_BYTES = 2**31
+MEMORY_TOLERANCE = 0.15
 UNEXPLAINED = "unexplained"
 TORCHS_OWN = "void at::"
 
@@ -39,7 +41,8 @@ class Surprise:
     """A figure that is not what was guessed.
 
     Attributes:
-        what: "time", "time floor", "kernels", "occupancy", "loads", "stores" or "FLOP".
+        what: "time", "time floor", "kernels", "occupancy", "memory bytes", "loads", "stores" or
+            "FLOP".
         predicted, found: in the unit of `what`: ms, kernels, percent, bytes, FLOP.
         tolerance: largest |found / predicted - 1| that would not have been one.
         cause: what explains it, or "unexplained".
@@ -77,6 +80,7 @@ def surprises(
         *_of_time(problem, device, found),
         *_of_kernels(problem, found),
         *_of_occupancy(found),
+        *_of_memory(device, found),
         *_of_counts(found),
     )
 
@@ -269,6 +273,35 @@ def _cause_of_kernels(problem: AttentionProblem, found: Found) -> str:
     element = 4 if found.generation.name == "sdpa_math" else problem.element_bytes
     if scores * element > ELEMENTWISE_BYTES:
         return "torch splits element-wise kernels over more than 2^31 bytes into several launches"
+    return UNEXPLAINED
+
+
+def _of_memory(device: Device | None, found: Found) -> tuple[Surprise, ...]:
+    """What memory read and wrote, against what the cache was expected to leave."""
+    if device is None or found.guess is None or found.counters is None:
+        return ()
+    predicted, counters = found.guess.memory, found.counters
+    measured = counters.dram_bytes
+    if abs(measured / predicted.total_bytes - 1.0) <= MEMORY_TOLERANCE:
+        return ()
+    cause = _cause_of_memory(predicted, counters, device.cache_bytes or 0)
+    return (Surprise("memory bytes", predicted.total_bytes, measured, MEMORY_TOLERANCE, cause),)
+
+
+def _cause_of_memory(predicted: Traffic, counters: Counters, cache_bytes: int) -> str:
+    """How far counting each kernel on its own, from a cold cache, explains the difference."""
+    launches = sum(kernel.count for kernel in counters.kernels)
+    unwritten = predicted.store_bytes - counters.dram_write_bytes
+    left = min(max(unwritten, 0), launches * cache_bytes)
+    lowest = (1 - MEMORY_TOLERANCE) * predicted.total_bytes
+    if counters.dram_bytes < lowest <= counters.dram_bytes + left:
+        return (
+            f"{with_unit(unwritten, 'B')} of what was written still stood in the L2 cache when its "
+            "kernel ended, and is not counted"
+        )
+    excess = counters.dram_read_bytes - predicted.load_bytes
+    if 0 < excess <= (launches - 1) * cache_bytes:
+        return "each kernel is counted from a cold cache, so it reads again what the last one left"
     return UNEXPLAINED
 
 

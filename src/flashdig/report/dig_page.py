@@ -21,6 +21,7 @@ from flashdig.report.dig_page_record import Dig, Problem
 from flashdig.report.dig_page_tables import (
     Table,
     card_table,
+    counters_table,
     error_table,
     ladder_table,
     rung_words,
@@ -125,7 +126,7 @@ def _sections(problem: Problem, device: Device | None) -> list[Section]:
     rows = problem.ladder
     drawn: list[tuple[str, str, Sequence[Figure], Table | None]] = [
         ("roofs", "Roofs", [roofline(rows, device)], None),
-        ("memory", "Memory ledger", [memory_ledger(rows, device)], None),
+        ("memory", "Memory ledger", [memory_ledger(rows, device)], counters_table(rows)),
         ("grid", "Grids and waves", [waves(rows, device)], None),
         ("pipes", "One tile loop", [pipes(rows, device)], None),
         ("errors", "Errors", [errors(rows)], error_table(rows)),

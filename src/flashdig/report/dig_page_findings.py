@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from flashdig.costs.units import with_unit
-from flashdig.report.dig_table import Row, launched, occupancy_percent
+from flashdig.report.dig_table import Row, launched, measured_bytes, occupancy_percent
 
 _AS_GUESSED = "within tolerance"
 _TO_THE_BYTE = "to the byte"
@@ -60,6 +60,7 @@ def _guesses(row: Row) -> Mapping[str, tuple[float, float]]:
         "time": (predicted.get("at_observed_clock", {}).get("expected_ms"), row.get("ms")),
         "kernels": (predicted.get("kernels"), launched(row)),
         "occupancy": (None if occupancy is None else 100 * occupancy, occupancy_percent(row)),
+        "memory bytes": (_expected_bytes(predicted), measured_bytes(row)),
         "loads": (predicted.get("triton_load_bytes"), counted.get("load_bytes")),
         "stores": (predicted.get("triton_store_bytes"), counted.get("store_bytes")),
         # none are counted where the products are torch's
@@ -72,6 +73,12 @@ def _guesses(row: Row) -> Mapping[str, tuple[float, float]]:
         for what, (guessed, found) in pairs.items()
         if guessed is not None and found is not None
     }
+
+
+def _expected_bytes(predicted: Mapping[str, float]) -> float | None:
+    """At memory, reads and writes together."""
+    loads, stores = predicted.get("memory_load_bytes"), predicted.get("memory_store_bytes")
+    return None if loads is None or stores is None else loads + stores
 
 
 def _comparison(
@@ -94,7 +101,7 @@ def _comparison(
 def _figure(what: str, value: float) -> str:
     if what in ("time", "time floor"):
         return f"{value:.3f} ms" if value < 100 else f"{value:.0f} ms"
-    if what in ("loads", "stores"):
+    if what in ("loads", "stores", "memory bytes"):
         return with_unit(value, "B")
     if what == "FLOP":
         return with_unit(value, "FLOP")

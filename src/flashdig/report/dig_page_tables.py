@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from flashdig.costs.units import with_unit
 from flashdig.evidence.card_file import Cards
 from flashdig.report.dig_page_findings import shares_of_gain
 from flashdig.report.dig_page_words import share_words, whole_percent
-from flashdig.report.dig_table import COLUMNS, Row, surprise_lines
+from flashdig.report.dig_table import COLUMNS, Row, measured_bytes, surprise_lines
 from flashdig.report.sass_terminal import card_cell, card_figures, card_more
 
 
@@ -68,6 +69,30 @@ def error_table(rows: Sequence[Row]) -> Table | None:
             if is_shown:
                 cells.append("–" if name not in row else f"{row[name]:.1e}")
         found.append(TableRow(row["name"], [*cells, row["gate"]], row["gate"] != "ok"))
+    return Table(columns, found)
+
+
+def counters_table(rows: Sequence[Row]) -> Table | None:
+    """What memory was asked for and what it moved, a rung a row; None where nothing was counted."""
+    counted = [row for row in rows if "counters" in row]
+    if not counted:
+        return None
+    columns = ["rung", "kernels", "asked of the L2", "read", "written", "read + written"]
+    columns.append("expected")
+    found = []
+    for row in counted:
+        counters, predicted = row["counters"], row.get("predicted", {})
+        expected = [predicted.get(f"memory_{part}_bytes") for part in ("load", "store")]
+        amounts = [
+            counters.get("l2_bytes"),
+            counters["dram_read_bytes"],
+            counters["dram_write_bytes"],
+            measured_bytes(row),
+            None if None in expected else sum(expected),
+        ]
+        cells = ["–" if amount is None else with_unit(amount, "B") for amount in amounts]
+        launches = sum(kernel["count"] for kernel in counters["kernels"])
+        found.append(TableRow(row["name"], [str(launches), *cells]))
     return Table(columns, found)
 
 

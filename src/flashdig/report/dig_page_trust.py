@@ -30,6 +30,8 @@ def trust(dig: Dig) -> Facts:
     else:
         facts.append(("times", "none: without a GPU nothing is timed, and no speed is claimed"))
     facts.append(("counts", _counts(ran)))
+    if any("counters" in row for row in ran):
+        facts.append(("memory counters", _counters(ran)))
     guessed = sorted(r["predicted"]["guessed_at"] for r in rows if _guessed_at(r) is not None)
     if guessed:
         facts.append(("guesses", f"written down from {guessed[0]} on, each before its rung ran"))
@@ -123,6 +125,15 @@ def _counts(ran: Sequence[Row]) -> str:
     words = {"interpreter": "Triton's interpreter, in this run", "golden file": "a committed file"}
     named = " and ".join(words.get(source, source) for source in sources)
     return f"of the Triton rungs, by {named}; each must equal its closed form to the byte"
+
+
+def _counters(ran: Sequence[Row]) -> str:
+    read = [row for row in ran if "counters" in row]
+    sources = " and ".join(sorted({row["counters"]["source"] for row in read}))
+    return (
+        f"of {len(read)} of {len(ran)} rungs, by {sources}, in a run of their own: each kernel "
+        "alone and from a cold L2 cache"
+    )
 
 
 @dataclass(frozen=True)

@@ -110,6 +110,11 @@ def legend(rows: Sequence[Row]) -> str:
     )
     if any("eager_difference" in row for row in rows):
         text += " from eager: largest difference from eager attention in the same dtype."
+    if any("counters" in row for row in rows):
+        text += (
+            " DRAM: bytes that memory read and wrote, by Nsight Compute, each kernel from a cold "
+            "L2 cache."
+        )
     if not timed:
         return f"No GPU: no time was measured. {text}"
     return (
@@ -151,6 +156,7 @@ _UNITS = {
     "time": " ms",
     "time floor": " ms",
     "occupancy": " %",
+    "memory bytes": " bytes",
     "loads": " bytes",
     "stores": " bytes",
 }
@@ -194,6 +200,14 @@ def _issued(row: Row, name: str) -> str:
     if counted is None:
         return f"~{_size(total)}"
     return _size(total - predicted[f"triton_{name}"] + counted)
+
+
+def measured_bytes(row: Row) -> int | None:
+    """What memory read and wrote, by the chip's counters; None where none were read."""
+    counters = row.get("counters")
+    if counters is None:
+        return None
+    return int(counters["dram_read_bytes"] + counters["dram_write_bytes"])
 
 
 def _kernels(row: Row) -> str:
@@ -257,6 +271,7 @@ COLUMNS = (
     Column("vs paper (A100)", _against_paper, 5),
     Column("loads", lambda row: _issued(row, "load_bytes"), 9),
     Column("stores", lambda row: _issued(row, "store_bytes"), 9),
+    Column("DRAM", lambda row: _size(measured_bytes(row)), 9),
     Column("memory", lambda row: _size(row.get("peak_bytes")), 4),
     Column("kernels", _kernels, 11),
     Column("occupancy (guess)", _occupancy, 13),

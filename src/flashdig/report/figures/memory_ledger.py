@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from flashdig.costs.ledger import TensorTraffic, ledger
 from flashdig.costs.units import with_unit
 from flashdig.hardware.devices import Device
+from flashdig.report.dig_table import measured_bytes
 from flashdig.report.figures.picture import Missing, Picture
 from flashdig.report.figures.rung_rows import LONGEST_NAME, Row, guess_of, rungs_of
 from flashdig.report.figures.style import (
@@ -18,6 +19,7 @@ from flashdig.report.figures.style import (
     INK,
     ORANGE,
     PURPLE,
+    VERMILLION,
     bar_style,
     light_grid,
     log_range,
@@ -37,9 +39,16 @@ COLUMNS = {
     "issued": ORANGE,
     "expected at memory": BLUE,
     "counted": PURPLE,
+    "measured": VERMILLION,
 }
 _ALL = "all"
 _SCALARS = 64  # bytes
+_MEASURED = (
+    "These are the model's. Measured: bytes that memory read and wrote, by the chip's counters, "
+    "each kernel from a cold L2 cache; what a kernel leaves written in the cache at its end is not "
+    "among them."
+)
+_NOT_MEASURED = "These are the model's: no memory counters were read in this run."
 
 
 @dataclass(frozen=True)
@@ -78,10 +87,10 @@ def memory_ledger(
         "Loads and stores together, on a log axis. Compulsory: every input and output once. "
         "Issued: what the instructions of all launches ask for. Expected at memory: what the L2 "
         f"cache of {device.name} ({with_unit(device.cache_bytes, 'B')}) should leave of it. "
-        "These are the model's; a record holds no counter of memory. Instructions of library "
+        f"{_MEASURED if _has(panels, 'measured') else _NOT_MEASURED} Instructions of library "
         "kernels are not known, so those rungs are left out."
     )
-    if any("counted" in panel.groups[_ALL] for panel in panels):
+    if _has(panels, "counted"):
         caption += " Counted: with the part of the Triton kernel as its interpreter counts it."
 
     def draw(figure: Figure) -> None:
@@ -112,6 +121,9 @@ def _groups(row: Row, device: Device) -> dict[str, dict[str, int]] | None:
     counted = _counted(row)
     if counted is not None:
         whole["counted"] = counted
+    measured = measured_bytes(row)
+    if measured is not None:
+        whole["measured"] = measured
     return found | {_ALL: whole}
 
 
@@ -136,6 +148,10 @@ def _counted(row: Row) -> int | None:
     return total
 
 
+def _has(panels: Sequence[_Panel], column: str) -> bool:
+    return any(column in panel.groups[_ALL] for panel in panels)
+
+
 def _alt(panels: Sequence[_Panel]) -> str:
     said = ["Bars of bytes for each tensor, a panel for each rung."]
     for panel in panels:
@@ -150,6 +166,8 @@ def _alt(panels: Sequence[_Panel]) -> str:
         )
         if "counted" in whole:
             text += f"; counted {with_unit(whole['counted'], 'B')}"
+        if "measured" in whole:
+            text += f"; measured {with_unit(whole['measured'], 'B')}"
         said.append(f"{text}; most is {most} with {with_unit(tensors[most]['issued'], 'B')}.")
     least = min(panels, key=lambda panel: panel.groups[_ALL]["expected at memory"])
     amount = with_unit(least.groups[_ALL]["expected at memory"], "B")
@@ -181,7 +199,7 @@ def _draw(figure: Figure, panels: Sequence[_Panel]) -> None:
         for column, colour in COLUMNS.items()
         if column in columns
     ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=4)
+    figure.legend(handles=handles, loc="outside lower center", ncols=max(4, len(handles)))
 
 
 def _draw_panel(axes: Axes, panel: _Panel, low: float) -> None:
