@@ -43,7 +43,7 @@ test-newest: install
 	$(BIN)/python -m pytest -q -n auto
 
 test-oldest: install $(OLDEST)/.installed
-	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest -q -n auto tests/interpreter tests/compile
+	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest -q -n auto -m "not gpu and not newest" tests/interpreter tests/compile
 
 check: install
 	$(BIN)/ruff check

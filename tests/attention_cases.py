@@ -42,6 +42,19 @@ CASES = {
             "softmax_scale": 0.3,
         },
     ),
+    "everything, small": (
+        (1, 20, 37, 4, 2, 24, 16),
+        {
+            "causal": True,
+            "window": (9, None),
+            "softcap": 5.0,
+            "alibi": 2,
+            "bias": (1, 4, 20, 37),
+            "sinks": True,
+            "dropout_p": 0.2,
+            "softmax_scale": 0.3,
+        },
+    ),
     "one key": ((1, 5, 1, 2, 2, 8, 8), {}),
     "one query": ((1, 1, 300, 8, 1, 8, 8), {"causal": True}),
 }

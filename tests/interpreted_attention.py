@@ -17,7 +17,7 @@ import torch
 from flashdig import attention, attention_varlen
 from tests.attention_cases import build, gradients, taking_gradients
 
-DENSE = ("causal more queries", "everything")
+DENSE = ("causal more queries", "everything, small")
 ZERO_SIZES = ((2, 0, 5), (2, 5, 0), (0, 5, 5))
 
 

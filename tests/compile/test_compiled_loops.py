@@ -31,6 +31,7 @@ def _blocks(registers: int, shared_bytes: int) -> int:
     return found.blocks_per_sm(HOPPER, WARPS, causal=False)
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize("causal", [False, True])
 def test_resident_blocks_are_those_of_the_compiled_kernels(causal):
     """Registers move by a few between compilers; what has to hold is how many blocks fit."""

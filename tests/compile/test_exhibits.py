@@ -78,7 +78,10 @@ def wanted_for(arch: str) -> dict[tuple[str, str], AttentionProblem]:
     return rungs | {(name, "half"): HALF for name in steps}
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(
+    "arch",
+    [pytest.param(a, marks=pytest.mark.newest) if a in ("sm_100", "sm_120") else a for a in ARCHS],
+)
 def test_every_exhibit(arch) -> None:
     """All of an architecture in one process: starting one takes as long as three kernels."""
     wanted = wanted_for(arch)
@@ -195,6 +198,7 @@ def assert_what_crosses_between_warps(q: Compiled, k: Compiled) -> None:
     assert k.shared_bytes > q.shared_bytes
 
 
+@pytest.mark.newest
 def test_no_tensor_cores_on_turing() -> None:
     """Triton multiplies on the CUDA cores of sm_75, whatever the type."""
     names = (("v2", HALF), ("v2", SINGLE), ("naive", HALF))
@@ -217,6 +221,7 @@ def test_what_cannot_be_compiled_says_so_in_a_line() -> None:
         read_cubin(b"not a cubin")
 
 
+@pytest.mark.newest
 def test_a_tile_too_large_for_the_chip_is_refused() -> None:
     wide = AttentionProblem.dense(1, 1, 512, 256, "float32")
     with pytest.raises(OfflineError, match=r"v2, .*, for sm_75: .*out of resource: shared memory"):

@@ -37,6 +37,7 @@ def test_what_compiles_is_shown_beside_what_does_not(capsys) -> None:
     ]
 
 
+@pytest.mark.newest
 def test_what_the_compiler_refuses_is_a_row(capsys) -> None:
     options = ("--arch", "sm_75", "--head-dim", "256", "--dtype", "fp32", "--json")
     for exhibits, exit_code, shown in (
@@ -89,6 +90,7 @@ def test_serialised_products_are_seen(capsys) -> None:
     assert f"warning of ptxas: {warning}" in card["sentences"]
 
 
+@pytest.mark.newest
 def test_a_module_a_word_and_gluon(capsys) -> None:
     module = "tests.compile.sample_kernels"
     options = ("--arch", "sm_90", "--signature", "*fp32,n=i32:16")
