@@ -37,6 +37,9 @@ $(OLDEST)/.installed: constraints/triton-3.6.0.txt | $(VENV)/.installed
 dig: install
 	$(BIN)/flashdig dig $(if $(filter --walk --from,$(ARGS)),,--html $(PAGE)) $(ARGS)
 
+# one worker a core: more threads in each would only wait for one another
+test-newest test-oldest: export OMP_NUM_THREADS = 1
+
 test: test-newest test-oldest
 
 test-newest: install
