@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import triton
 
-from flashdig.kernels.choose import known_arch
+from flashdig.kernels.choose import TileConfig, known_arch
 
 LOG2_E = 1.4426950408889634
 UNSPECIALIZED = [
@@ -25,7 +25,6 @@ UNSPECIALIZED = [
     "stride_slopes_b",
     "batch",
     "num_heads",
-    "num_heads_kv",
     "group_size",
     "seqlen_q",
     "seqlen_k",
@@ -116,14 +115,13 @@ class Call:
 
     def row_slots(self, block_m: int) -> int:
         """Row tiles of one head: of one sequence, or of a packed tensor."""
-        if self.packed:
-            return self.seqlen_q // block_m + self.batch
-        return triton.cdiv(self.seqlen_q, block_m)
+        return self._slots(self.seqlen_q, block_m)
 
     def key_slots(self, block_n: int) -> int:
-        if self.packed:
-            return self.seqlen_k // block_n + self.batch
-        return triton.cdiv(self.seqlen_k, block_n)
+        return self._slots(self.seqlen_k, block_n)
+
+    def _slots(self, seqlen: int, block: int) -> int:
+        return seqlen // block + self.batch if self.packed else triton.cdiv(seqlen, block)
 
     def sequences_in_grid(self) -> int:
         """Factor of the grid for sequences: packed slots already cover them."""
@@ -171,11 +169,14 @@ class Call:
         }
 
     def pointers(self) -> dict[str, torch.Tensor | None]:
-        """Operands besides q, k and v."""
+        """What is only read, by the kernels' names."""
         bias = self.bias
         if bias is not None and bias.dtype == torch.bool:
             bias = bias.view(torch.uint8)
         return {
+            "q_ptr": self.q,
+            "k_ptr": self.k,
+            "v_ptr": self.v,
             "bias_ptr": bias,
             "slopes_ptr": self.alibi_slopes,
             "sinks_ptr": self.sinks,
@@ -251,6 +252,40 @@ def unit_of(*tensors: torch.Tensor) -> int:
 def is_wide(block: int, *tensors: torch.Tensor) -> bool:
     """Whether offsets inside a tile of `block` rows may pass 32 bits."""
     return any(x.stride(-3) * block >= 2**31 for x in tensors)
+
+
+def tile_arguments(
+    call: Call, block_m: int, block_n: int, **others: torch.Tensor
+) -> dict[str, Any]:
+    """What every kernel takes for its problem and tile.
+
+    Args:
+        others: tensors besides q, k and v whose strides the kernel takes, by its names ("o", "do",
+            "dq", "dk", "dv").
+    """
+    tensors = {"q": call.q, "k": call.k, "v": call.v, **others}
+    unit = unit_of(*tensors.values())
+    return {
+        **call.pointers(),
+        **strides(unit, **tensors),
+        **call.bias_strides(),
+        **call.sizes(),
+        **call.score_numbers(),
+        **call.score_constants(),
+        "UNIT": unit,
+        "BLOCK_M": block_m,
+        "BLOCK_N": block_n,
+    }
+
+
+def walk_arguments(call: Call, config: TileConfig, **others: torch.Tensor) -> dict[str, Any]:
+    """`tile_arguments` of a kernel that walks tiles in a pipelined loop."""
+    block = max(config.block_m, config.block_n)
+    return {
+        **tile_arguments(call, config.block_m, config.block_n, **others),
+        "WIDE": is_wide(block, call.q, call.k, call.v, *others.values()),
+        "NUM_STAGES": config.num_stages,
+    }
 
 
 def kernel_name(prefix: str) -> Callable[[Any], str]:

@@ -16,11 +16,12 @@ from flashdig.kernels.triton.arguments import (
     architecture_of,
     block_of,
     check_grid,
-    is_wide,
     prepared,
     row_contiguous,
     strides,
+    tile_arguments,
     unit_of,
+    walk_arguments,
 )
 from flashdig.kernels.triton.backward_bias import flashdig_backward_bias
 from flashdig.kernels.triton.backward_delta import flashdig_backward_delta
@@ -176,29 +177,14 @@ def _dq(
 ) -> torch.Tensor:
     config = _tile(call, "dq", config)
     dq = _empty_like_input(call, call.q)
-    tensors = {"q": call.q, "k": call.k, "v": call.v, "do": grad_out, "dq": dq}
-    unit = unit_of(*tensors.values())
     programs = call.row_slots(config.block_m) * call.num_heads * call.sequences_in_grid()
     flashdig_backward_dq[(check_grid(programs),)](
-        q_ptr=call.q,
-        k_ptr=call.k,
-        v_ptr=call.v,
         dout_ptr=grad_out,
         lse_ptr=lse,
         delta_ptr=delta,
         dq_ptr=dq,
-        **call.pointers(),
-        **strides(unit, **tensors),
-        **call.bias_strides(),
-        **call.sizes(),
-        **call.score_numbers(),
-        **call.score_constants(),
+        **walk_arguments(call, config, do=grad_out, dq=dq),
         softmax_scale=call.softmax_scale,
-        UNIT=unit,
-        WIDE=is_wide(max(config.block_m, config.block_n), *tensors.values()),
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        NUM_STAGES=config.num_stages,
         num_warps=config.num_warps,
     )
     return dq
@@ -218,32 +204,17 @@ def _dkdv(
     dv = _empty_like_input(call, call.v) if want_dv else None
     # what is not wanted is not written: its pointer and strides stand in
     written = {"dk": call.k if dk is None else dk, "dv": call.v if dv is None else dv}
-    tensors = {"q": call.q, "k": call.k, "v": call.v, "do": grad_out, **written}
-    unit = unit_of(*tensors.values())
     programs = call.key_slots(config.block_n) * call.num_heads_kv * call.sequences_in_grid()
     flashdig_backward_dkdv[(check_grid(programs),)](
-        q_ptr=call.q,
-        k_ptr=call.k,
-        v_ptr=call.v,
         dout_ptr=grad_out,
         lse_ptr=lse,
         delta_ptr=delta,
         dk_ptr=written["dk"],
         dv_ptr=written["dv"],
-        **call.pointers(),
-        **strides(unit, **tensors),
-        **call.bias_strides(),
-        **call.sizes(),
-        **call.score_numbers(),
-        **call.score_constants(),
+        **walk_arguments(call, config, do=grad_out, **written),
         softmax_scale=call.softmax_scale,
-        UNIT=unit,
-        WIDE=is_wide(max(config.block_m, config.block_n), *tensors.values()),
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
         WANT_DK=want_dk,
         WANT_DV=want_dv,
-        NUM_STAGES=config.num_stages,
         num_warps=config.num_warps,
     )
     return dk, dv
@@ -266,30 +237,17 @@ def _dbias(
     steps = call.batch * call.num_heads * row_tiles * key_tiles // tiles
     parts = min(steps, triton.cdiv(BIAS_PROGRAMS, tiles))
     dbias = torch.empty((parts, *bias.shape), dtype=torch.float32, device=bias.device)
-    tensors = {"q": call.q, "k": call.k, "v": call.v, "do": grad_out}
-    unit = unit_of(*tensors.values())
     flashdig_backward_bias[(check_grid(tiles * parts),)](
-        q_ptr=call.q,
-        k_ptr=call.k,
-        v_ptr=call.v,
         dout_ptr=grad_out,
         lse_ptr=lse,
         delta_ptr=delta,
         dbias_ptr=dbias,
-        **call.pointers(),
-        **strides(unit, **tensors),
-        **call.bias_strides(),
-        **call.sizes(),
-        **call.score_numbers(),
-        **call.score_constants(),
+        **tile_arguments(call, block_m, block_n, do=grad_out),
         bias_batch=bias.shape[0],
         bias_heads=bias.shape[1],
         parts=parts,
         ROWS_SHARED=rows_shared,
         KEYS_SHARED=keys_shared,
-        UNIT=unit,
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
         num_warps=4,
         num_stages=1,
     )

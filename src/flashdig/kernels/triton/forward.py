@@ -16,21 +16,16 @@ from flashdig.kernels.triton.arguments import (
     Call,
     architecture_of,
     check_grid,
-    is_wide,
     kernel_name,
     prepared,
-    strides,
-    unit_of,
+    walk_arguments,
 )
 from flashdig.kernels.triton.score_terms import (
     LN_2,
     LOG2_E,
-    capped,
     exp_units,
+    final_scores,
     keep_tile,
-    load_bias,
-    plus_alibi,
-    position_visible,
 )
 from flashdig.kernels.triton.sequences import (
     key_phases,
@@ -107,25 +102,30 @@ def _attend_tiles(
 
         # [BLOCK_M, BLOCK_D] @ [BLOCK_D, BLOCK_N] -> [BLOCK_M, BLOCK_N]
         products = tl.dot(q, tl.trans(k), input_precision=INPUT_PRECISION)
-        scores, _ = capped(products, score_factor, softcap_units, SOFTCAP)
-        if ALIBI:
-            scores = plus_alibi(scores, alibi_slope, i, j, offset)
+        scores, visible, _slope = final_scores(
+            products,
+            i,
+            j,
+            bias_ptr,
+            stride_bias_m,
+            stride_bias_n,
+            alibi_slope,
+            seqlen_q,
+            key_end,
+            offset,
+            left,
+            right,
+            score_factor,
+            softcap_units,
+            LEFT,
+            RIGHT,
+            SOFTCAP,
+            ALIBI,
+            BIAS,
+            NATURAL,
+            MASKED,
+        )
         if MASKED or BIAS != "none":
-            visible = (j < key_end) & (i >= 0)
-            if MASKED:
-                visible = visible & position_visible(i, j, offset, left, right, LEFT, RIGHT)
-            if BIAS != "none":
-                inside = (i < seqlen_q) & (j < key_end)
-                visible = visible & inside  # a row past the end sees no key that others must not
-                bias = load_bias(bias_ptr, i, j, stride_bias_m, stride_bias_n, inside)
-                if BIAS == "bool":
-                    visible = visible & (bias != 0)
-                else:
-                    bias = bias.to(tl.float32)
-                    if not NATURAL:
-                        bias *= LOG2_E
-                    visible = visible & (bias != float("-inf"))
-                    scores += bias
             scores = tl.where(visible, scores, float("-inf"))
 
         new_max = tl.maximum(row_max, tl.max(scores, 1))
@@ -139,7 +139,7 @@ def _attend_tiles(
         out = out * rescale[:, None]
         if DROPOUT:
             keep = keep_tile(
-                seed, dropout_threshold, sequence, head, start_m, start_n, BLOCK_M, BLOCK_N
+                seed, dropout_threshold, sequence, head, start_m, start_n, BLOCK_M, BLOCK_N, False
             )
             probs = tl.where(keep, probs, 0.0)
 
@@ -430,27 +430,12 @@ def attention_forward(
             call.head_dim_v,
             call.bias is not None or call.dropout_p > 0.0,
         )
-    tensors = {"q": call.q, "k": call.k, "v": call.v, "o": out}
-    unit = unit_of(*tensors.values())
     programs = call.row_slots(config.block_m) * call.num_heads * call.sequences_in_grid()
     flashdig_forward[(check_grid(programs),)](
-        q_ptr=call.q,
-        k_ptr=call.k,
-        v_ptr=call.v,
         out_ptr=out,
         lse_ptr=lse,
-        **call.pointers(),
-        **strides(unit, **tensors),
-        **call.bias_strides(),
-        **call.sizes(),
-        **call.score_numbers(),
-        **call.score_constants(),
+        **walk_arguments(call, config, o=out),
         SINKS=call.sinks is not None,
-        UNIT=unit,
-        WIDE=is_wide(max(config.block_m, config.block_n), *tensors.values()),
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        NUM_STAGES=config.num_stages,
         num_warps=config.num_warps,
     )
     return out, lse

@@ -7,16 +7,7 @@ which delta is rowsum(dO * O) less the log-sum-exp's own gradient (Dao 2023, sec
 import triton
 import triton.language as tl
 
-from flashdig.kernels.triton.score_terms import (
-    LOG2_E,
-    capped,
-    exp_units,
-    keep_tile,
-    keep_tile_transposed,
-    load_bias,
-    plus_alibi,
-    position_visible,
-)
+from flashdig.kernels.triton.score_terms import exp_units, final_scores, keep_tile
 
 
 @triton.jit
@@ -45,22 +36,29 @@ def probabilities(
     MASKED: tl.constexpr,
 ):
     """(P, visible, d score / d scaled product) of a tile; lse, in units, broadcasts to it."""
-    scores, slope = capped(products, score_factor, softcap_units, SOFTCAP)
-    if ALIBI:
-        scores = plus_alibi(scores, alibi_slope, i, j, offset)
-    visible = (i < seqlen_q) & (j < key_end)
-    if BIAS != "none":
-        bias = load_bias(bias_ptr, i, j, stride_bias_m, stride_bias_n, visible)
-        if BIAS == "bool":
-            visible = visible & (bias != 0)
-        else:
-            bias = bias.to(tl.float32)
-            if not NATURAL:
-                bias *= LOG2_E
-            visible = visible & (bias != float("-inf"))
-            scores += bias
-    if MASKED:
-        visible = visible & position_visible(i, j, offset, left, right, LEFT, RIGHT)
+    scores, visible, slope = final_scores(
+        products,
+        i,
+        j,
+        bias_ptr,
+        stride_bias_m,
+        stride_bias_n,
+        alibi_slope,
+        seqlen_q,
+        key_end,
+        offset,
+        left,
+        right,
+        score_factor,
+        softcap_units,
+        LEFT,
+        RIGHT,
+        SOFTCAP,
+        ALIBI,
+        BIAS,
+        NATURAL,
+        MASKED,
+    )
     probs = exp_units(scores - lse, NATURAL)
     if MASKED or BIAS != "none":
         probs = tl.where(visible, probs, 0.0)
@@ -81,12 +79,7 @@ def keep_factors(
     TRANSPOSED: tl.constexpr,
 ):
     """dropout_scale for pairs that dropout keeps, 0 for the others."""
-    if TRANSPOSED:
-        keep = keep_tile_transposed(
-            seed, dropout_threshold, sequence, head, start_m, start_n, BLOCK_M, BLOCK_N
-        )
-    else:
-        keep = keep_tile(
-            seed, dropout_threshold, sequence, head, start_m, start_n, BLOCK_M, BLOCK_N
-        )
+    keep = keep_tile(
+        seed, dropout_threshold, sequence, head, start_m, start_n, BLOCK_M, BLOCK_N, TRANSPOSED
+    )
     return tl.where(keep, dropout_scale, 0.0)

@@ -41,25 +41,54 @@ def capped(products, score_factor, softcap_units, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def position_visible(i, j, offset, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr):
-    """Bool tile: the window and causality let row i see key j; the lengths are not checked."""
-    visible = (i >= 0) & (j >= 0)
-    if LEFT:
-        visible = visible & (j >= i + offset - left)
-    if RIGHT:
-        visible = visible & (j <= i + offset + right)
-    return visible
+def final_scores(
+    products,
+    i,
+    j,
+    bias_ptr,
+    stride_bias_m,
+    stride_bias_n,
+    alibi_slope,
+    seqlen_q,
+    key_end,
+    offset,
+    left,
+    right,
+    score_factor,
+    softcap_units,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr,
+    BIAS: tl.constexpr,
+    NATURAL: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """(scores, visible, d score / d scaled product) of a tile of q.k, for forward and backward.
 
-
-@triton.jit
-def load_bias(bias_ptr, i, j, stride_m, stride_n, inside):
-    offsets = i.to(tl.int64) * stride_m + j.to(tl.int64) * stride_n
-    return tl.load(bias_ptr + offsets, mask=inside, other=0)
-
-
-@triton.jit
-def plus_alibi(scores, alibi_slope, i, j, offset):
-    return scores - alibi_slope * tl.abs(i + offset - j).to(tl.float32)
+    Hidden scores are not replaced: only with MASKED or a bias is there anything hidden.
+    """
+    scores, slope = capped(products, score_factor, softcap_units, SOFTCAP)
+    if ALIBI:
+        scores -= alibi_slope * tl.abs(i + offset - j).to(tl.float32)
+    visible = (i < seqlen_q) & (j < key_end)
+    if BIAS != "none":
+        offsets = i.to(tl.int64) * stride_bias_m + j.to(tl.int64) * stride_bias_n
+        bias = tl.load(bias_ptr + offsets, mask=visible, other=0)
+        if BIAS == "bool":
+            visible = visible & (bias != 0)
+        else:
+            bias = bias.to(tl.float32)
+            if not NATURAL:
+                bias *= LOG2_E
+            visible = visible & (bias != float("-inf"))
+            scores += bias
+    if MASKED:
+        if LEFT:
+            visible = visible & (j >= i + offset - left)
+        if RIGHT:
+            visible = visible & (j <= i + offset + right)
+    return scores, visible, slope
 
 
 @triton.jit
@@ -72,37 +101,26 @@ def keep_tile(
     start_n,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
 ):
-    """Bool (BLOCK_M, BLOCK_N): the pairs that dropout keeps; see `flashdig.kernels.philox`."""
-    i = start_m + tl.arange(0, BLOCK_M)[:, None]
-    quad = start_n // 4 + tl.arange(0, BLOCK_N // 4)[None, :]
-    zero = tl.zeros([BLOCK_M, BLOCK_N // 4], tl.int32)
+    """Bool tile, (rows, keys) or TRANSPOSED: the pairs that dropout keeps.
+
+    `flashdig.kernels.philox` defines them: four keys share a counter.
+    """
+    if TRANSPOSED:
+        i = start_m + tl.arange(0, BLOCK_M)[None, :]
+        quad = start_n // 4 + tl.arange(0, BLOCK_N // 4)[:, None]
+    else:
+        i = start_m + tl.arange(0, BLOCK_M)[:, None]
+        quad = start_n // 4 + tl.arange(0, BLOCK_N // 4)[None, :]
+    zero = i * 0 + quad * 0
     word0, word1, word2, word3 = tl.philox(
         seed, quad + zero, i + zero, head.to(tl.int32) + zero, sequence.to(tl.int32) + zero
     )
     # [.., x, y] is word 2x + y
     words = tl.join(tl.join(word0, word2), tl.join(word1, word3))
-    return tl.reshape(words, [BLOCK_M, BLOCK_N]) >= threshold.to(tl.uint32, bitcast=True)
-
-
-@triton.jit
-def keep_tile_transposed(
-    seed,
-    threshold,
-    sequence,
-    head,
-    start_m,
-    start_n,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """Bool (BLOCK_N, BLOCK_M): `keep_tile`, transposed."""
-    i = start_m + tl.arange(0, BLOCK_M)[None, :]
-    quad = start_n // 4 + tl.arange(0, BLOCK_N // 4)[:, None]
-    zero = tl.zeros([BLOCK_N // 4, BLOCK_M], tl.int32)
-    word0, word1, word2, word3 = tl.philox(
-        seed, quad + zero, i + zero, head.to(tl.int32) + zero, sequence.to(tl.int32) + zero
-    )
-    words = tl.join(tl.join(word0, word2), tl.join(word1, word3))
-    words = tl.permute(words, [0, 2, 3, 1])
-    return tl.reshape(words, [BLOCK_N, BLOCK_M]) >= threshold.to(tl.uint32, bitcast=True)
+    if TRANSPOSED:
+        words = tl.reshape(tl.permute(words, [0, 2, 3, 1]), [BLOCK_N, BLOCK_M])
+    else:
+        words = tl.reshape(words, [BLOCK_M, BLOCK_N])
+    return words >= threshold.to(tl.uint32, bitcast=True)
