@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined, pass_context
+from jinja2 import pass_context
 
 from flashdig._version import __version__
 from flashdig.evidence.card_file import Cards
@@ -39,6 +39,7 @@ from flashdig.report.figures.steps import steps
 from flashdig.report.figures.style import FIGURES_CSS
 from flashdig.report.figures.walk_picture import walk_picture
 from flashdig.report.figures.waves import waves
+from flashdig.report.page_environment import page_environment
 
 if TYPE_CHECKING:
     from flashdig.generations.walk_data import Walk
@@ -65,13 +66,7 @@ def render_dig_page(dig: Dig, cards: Cards | str, walk: Walk) -> str:
         walk: through the loop on small numbers, which no record holds.
     """
     glossary = Glossary()
-    environment = Environment(
-        loader=PackageLoader("flashdig.report"),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=StrictUndefined,
-    )
+    environment = page_environment()
     # with the context: a filter of constants alone would be evaluated out of order
     environment.filters["terms"] = pass_context(lambda _, text: glossary.link(text))
     main = dig.main

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-
 from flashdig._version import __version__
 from flashdig.costs.flops import RULE
 from flashdig.readers.breakdown import TIME_CLASSES, DeviceBreakdown, Shares
@@ -14,6 +12,7 @@ from flashdig.readers.compare import Comparison
 from flashdig.readers.kernel_names import decode
 from flashdig.readers.model import Dimensions, Trace
 from flashdig.readers.summary import TraceSummary
+from flashdig.report.page_environment import page_environment
 from flashdig.report.quantities import duration, share
 from flashdig.report.timeline import backend_styles, legend, timelines
 from flashdig.report.trace_words import (
@@ -51,13 +50,7 @@ def render_trace_page(
         traces, summaries: of the same recordings in the same order.
         comparison: of the first two, where asked for.
     """
-    environment = Environment(
-        loader=PackageLoader("flashdig.report"),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=StrictUndefined,
-    )
+    environment = page_environment()
     environment.filters.update(
         duration=duration,
         dimensions=_dimensions,
