@@ -10,6 +10,7 @@ from flashdig.kernels.reference import reference_attention
 from flashdig.ops.attention import attention_op
 from flashdig.problem import Mask
 from tests.attention_cases import CASES, build, gradients, taking_gradients
+from tests.faults.budget import eager_rounded
 
 
 def tiled(q, k, v, *, dropout_seed=0, **options):
@@ -87,26 +88,6 @@ def test_half_precision_keeps_to_the_budget(name, dtype) -> None:
     ):
         error = (got.double() - want.double()).abs().max()
         assert error <= 3 * (naive.double() - want.double()).abs().max() + 1e-5
-
-
-def eager_rounded(q, k, v, causal=False, window=None, softcap=0.0):
-    mask = Mask.from_arguments(causal, window)
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    group = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    scores = (q @ k.transpose(-1, -2)) * q.shape[-1] ** -0.5
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    distance = torch.arange(k.shape[2]) - torch.arange(q.shape[2])[:, None]
-    distance = distance - mask.offset(q.shape[2], k.shape[2])
-    hidden = torch.zeros_like(distance, dtype=torch.bool)
-    if mask.window_left is not None:
-        hidden |= distance < -mask.window_left
-    if mask.window_right is not None:
-        hidden |= distance > mask.window_right
-    scores = scores.masked_fill(hidden, -math.inf)
-    lse = torch.logsumexp(scores.float(), dim=-1)
-    return (torch.softmax(scores, dim=-1) @ v).transpose(1, 2), lse
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
