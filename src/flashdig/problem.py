@@ -67,6 +67,12 @@ class Mask:
         """True when nothing is hidden, whatever the lengths."""
         return self.window_left is None and self.window_right is None
 
+    @property
+    def sides(self) -> tuple[int, int]:
+        """(left, right) in numbers only, as launchers take them: -1 is unlimited."""
+        left, right = self.window_left, self.window_right
+        return (-1 if left is None else left, -1 if right is None else right)
+
     def offset(self, seqlen_q: int, seqlen_k: int) -> int:
         """Key position that lies on the diagonal of query row 0."""
         return 0 if self.alignment == "top-left" else seqlen_k - seqlen_q

@@ -88,3 +88,9 @@ def test_bad_masks_are_refused_by_name(causal, window, error, names) -> None:
 def test_impossible_problems_are_refused_by_name(change, names) -> None:
     with pytest.raises(ValueError, match=names):
         AttentionProblem.dense(1, 8, 16, 64).replace(**change)
+
+
+def test_sides_are_numbers_and_minus_one_is_unlimited() -> None:
+    assert Mask().sides == (-1, -1)
+    assert Mask.from_arguments(True).sides == (-1, 0)
+    assert Mask.from_arguments(False, (3, None)).sides == (3, -1)

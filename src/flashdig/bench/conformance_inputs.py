@@ -72,14 +72,14 @@ class Inputs:
 
     def numbers(self) -> dict[str, Any]:
         """The keywords that forward and backward share."""
-        mask = self.case.mask
+        left, right = self.case.mask.sides
         return {
             "softmax_scale": self.case.softmax_scale,
             "softcap": self.case.softcap,
             "dropout_p": self.case.dropout_p,
-            "window_left": -1 if mask.window_left is None else mask.window_left,
-            "window_right": -1 if mask.window_right is None else mask.window_right,
-            "top_left": mask.alignment == "top-left",
+            "window_left": left,
+            "window_right": right,
+            "top_left": self.case.mask.alignment == "top-left",
             "allow_tf32": self.case.features["dtype"] == "tf32",
         }
 

@@ -191,7 +191,7 @@ class SdpaFlash:
         cell = inputs.cell
         if not self._by_operator(cell):
             return self._plain().prepare(inputs)
-        left, right = cell.mask.window_left, cell.mask.window_right
+        left, right = cell.mask.sides
         windowed = cell.window is not None
 
         def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -206,8 +206,8 @@ class SdpaFlash:
                 cell.dropout_p,
                 cell.mask.is_causal,
                 False,
-                window_size_left=(-1 if left is None else left) if windowed else None,
-                window_size_right=(-1 if right is None else right) if windowed else None,
+                window_size_left=left if windowed else None,
+                window_size_right=right if windowed else None,
             )[0]
             return out
 

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import torch
 
-from flashdig.kernels.choose import PASSES, Pass, TileConfig, choose_config
+from flashdig.kernels.choose import Pass, TileConfig, choose_config
 from flashdig.kernels.triton.backward import Wanted, attention_backward
 from flashdig.kernels.triton.forward import attention_forward
 from flashdig.problem import AttentionProblem
@@ -49,19 +49,19 @@ def launch(name: str, problem: AttentionProblem, arch: str) -> None:
     lse = torch.empty(lse_shape if problem.packed else (problem.batch, *lse_shape), device="meta")
     configs: dict[Pass, TileConfig] = {}
     if pass_ != "bias":  # whose tile is not in the table
-        # a single one of dK and dV is launched in the place of both
-        configs = dict.fromkeys(PASSES, choose_config(problem, arch, cast(Pass, pass_)))
+        chosen = cast(Pass, pass_)
+        configs = {chosen: choose_config(problem, arch, chosen)}
     attention_backward(out, None, **call, out=out, lse=lse, wanted=_WANTED[pass_], configs=configs)
 
 
 def _settings(problem: AttentionProblem) -> dict[str, Any]:
-    left, right = problem.mask.window_left, problem.mask.window_right
+    left, right = problem.mask.sides
     return {
         "softmax_scale": problem.softmax_scale,
         "softcap": problem.softcap,
         "dropout_p": 0.1 if problem.dropout else 0.0,
-        "window_left": -1 if left is None else left,
-        "window_right": -1 if right is None else right,
+        "window_left": left,
+        "window_right": right,
         "top_left": problem.mask.alignment == "top-left",
         "allow_tf32": problem.allow_tf32,
     }
