@@ -1,0 +1,408 @@
+"""Backward attention for Hopper: one tile of keys stays, the rows that see it walk by.
+
+    producer    K and V once; then tiles of Q and dO with their log-sum-exp and delta (TMA)
+    consumers   two warpgroups own half of the keys each and keep dK and dV in registers:
+                dP_i^T = V dO_i^T is issued; P_i^T = exp(S_i^T - lse) meanwhile; dV += P_i^T dO_i;
+                dS_i^T = P_i^T (dP_i^T - delta) goes to shared memory while S_{i+1}^T = K Q_{i+1}^T
+                runs; then dQ_i = dS_i K and dK += dS_i^T Q_i
+
+P^T and dS^T feed dV and dK from registers (Shah et al. 2024, "FlashAttention-3"); S^T runs a step
+ahead, so that the tensor cores have work during the exponentials and the exchange of dS. dQ is
+added up in float32 by vector reductions straight from registers, in the order of the registers:
+`backward_pre_post` puts the rows together again. Heads that share K and V add up in registers.
+"""
+
+from flashdig.kernels.gluon_api import (
+    aggregate,
+    fence_async_shared,
+    gl,
+    gluon,
+    load_tile,
+    mbarrier,
+    store_tile,
+    wait_for_tile_stores,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from flashdig.kernels.hopper.backward_scores import hidden, row_tiles, scores_of
+from flashdig.kernels.hopper.problem import Problem
+from flashdig.kernels.hopper.ring import Ring, as_block_of, new_ring, release, take
+
+KEYS = gl.constexpr(64)  # of a warpgroup
+
+
+@aggregate
+class Shared:
+    """What the warps hand to each other.
+
+    Attributes:
+        k, v: (1, BLOCK_N, HEAD_DIM); kv_full: their barrier.
+        queries, grads: rings of Q and of dO.
+        lse, delta: (STAGES, BLOCK_M), beside the rings' tiles.
+        dscores: (2, BLOCK_N, BLOCK_M): dS^T of this step and of the last.
+    """
+
+    k: gl.shared_memory_descriptor
+    v: gl.shared_memory_descriptor
+    kv_full: gl.shared_memory_descriptor
+    queries: Ring
+    grads: Ring
+    lse: gl.shared_memory_descriptor
+    delta: gl.shared_memory_descriptor
+    dscores: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, k, v, kv_full, queries, grads, lse, delta, dscores):
+        self.k = k
+        self.v = v
+        self.kv_full = kv_full
+        self.queries = queries
+        self.grads = grads
+        self.lse = lse
+        self.delta = delta
+        self.dscores = dscores
+
+
+@gluon.jit
+def _put_rows(ring, statistics, step, desc, statistics_desc, batch, head, row, statistics_row):
+    """Producer: a tile of rows and its row statistics under one barrier."""
+    stage = step % ring.STAGES
+    full = ring.full.index(stage)
+    mbarrier.wait(ring.empty.index(stage), ((step // ring.STAGES) & 1) ^ 1)
+    mbarrier.expect(full, desc.block_type.nbytes + statistics_desc.block_type.nbytes)
+    load_tile(statistics_desc, [statistics_row], full, statistics.index(stage))
+    load_tile(desc, [batch, head, row, 0], full, as_block_of(ring.tiles.index(stage), desc))
+
+
+@gluon.jit
+def _produce(
+    q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc, shared, batch, head_kv, num_heads,
+    group_size, tiles_m, start_n, first, end,
+):  # fmt: skip
+    BLOCK_M: gl.constexpr = q_desc.block_type.shape[2]
+    mbarrier.expect(shared.kv_full, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
+    load_tile(
+        k_desc, [batch, head_kv, start_n, 0], shared.kv_full, as_block_of(shared.k.index(0), k_desc)
+    )
+    load_tile(
+        v_desc, [batch, head_kv, start_n, 0], shared.kv_full, as_block_of(shared.v.index(0), v_desc)
+    )
+    steps = end - first
+    for step in range(group_size * steps):
+        head = head_kv * group_size + step // steps
+        row = (first + step % steps) * BLOCK_M
+        statistics = (batch * num_heads + head) * (tiles_m * BLOCK_M) + row
+        _put_rows(shared.queries, shared.lse, step, q_desc, lse_desc, batch, head, row, statistics)
+        _put_rows(
+            shared.grads, shared.delta, step, dout_desc, delta_desc, batch, head, row, statistics
+        )
+
+
+@gluon.jit
+def _consumers_meet(BARRIER: gl.constexpr):
+    """All threads of both consumers wait for each other, at a hardware barrier of their own."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    gl.inline_asm_elementwise(
+        f"bar.sync {BARRIER}, 256; mov.b32 $0, $1;",
+        "=r,r",
+        [gl.arange(0, 128, layout)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def add_registers(pointer, x):
+    """Add an accumulator (64, columns) to memory in the order of its registers.
+
+    A thread holds four values of every eight columns: they are neighbours in memory, and so are
+    the threads of a warp. Element [columns // 8, 128 threads, 4] of memory.
+    """
+    COLUMNS: gl.constexpr = x.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout([1, COLUMNS // 8, 4], [32, 1, 1], [4, 1, 1], [2, 1, 0])
+    # row = 16 warp + 8 half + lane // 4, column = 8 eight + 2 (lane % 4) + one
+    x = gl.reshape(x, [4, 2, 8, COLUMNS // 8, 4, 2])
+    x = gl.permute(x, [0, 2, 4, 3, 1, 5])
+    x = gl.convert_layout(gl.reshape(x, [128, COLUMNS // 8, 4]), layout, assert_trivial=True)
+    by_eight: gl.constexpr = gl.SliceLayout(2, layout)
+    thread = gl.arange(0, 128, gl.SliceLayout(1, by_eight))
+    eight = gl.arange(0, COLUMNS // 8, gl.SliceLayout(0, by_eight))
+    value = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
+    place = (thread[:, None] * 4 + eight[None, :] * 512)[:, :, None]
+    gl.atomic_add(pointer + (place + value[None, None, :]), x, sem="relaxed")
+
+
+@gluon.jit
+def _walk(
+    state, shared, problem, dq_ptr, start_n, begin, stop, step_of_tile_0, last_step,
+    CONSUMER: gl.constexpr, MASKED: gl.constexpr, WITH_DQ: gl.constexpr, AHEAD: gl.constexpr,
+):  # fmt: skip
+    """Row tiles begin..stop; S^T of the first is in `state`, as is that of the next at the end."""
+    dk, dv, products = state
+    dtype: gl.constexpr = shared.k.dtype
+    HEAD_DIM: gl.constexpr = shared.k.shape[2]
+    BLOCK_M: gl.constexpr = shared.dscores.shape[2]
+    s_layout: gl.constexpr = products.type.layout
+    operand: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
+    row_layout: gl.constexpr = gl.SliceLayout(0, s_layout)
+    zeros = gl.zeros([KEYS, BLOCK_M], gl.float32, s_layout)
+    # of dQ a consumer makes half of the rows or, where they are 64, half of the columns
+    DQ_COLUMNS: gl.constexpr = HEAD_DIM * BLOCK_M // 128
+    q_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DQ_COLUMNS, 16])
+    zeros_q = gl.zeros([64, DQ_COLUMNS], gl.float32, q_layout)
+    for tile in range(begin, stop):
+        step = step_of_tile_0 + tile
+        stage = step % shared.queries.STAGES
+        # always 0, but not to LLVM, which would keep the descriptors of K and V in registers
+        none = step >> 30
+        k = shared.k.index(none).slice(CONSUMER * KEYS, KEYS, 0)
+        v = shared.v.index(none).slice(CONSUMER * KEYS, KEYS, 0)
+
+        if AHEAD == 0:
+            q_now = take(shared.queries, step).permute((1, 0))
+            products_started = warpgroup_mma(k, q_now, zeros, use_acc=False, is_async=True)
+        dout = take(shared.grads, step)
+        dprobs_started = warpgroup_mma(v, dout.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        if AHEAD == 0:
+            products = warpgroup_mma_wait(1, deps=(products_started,))
+        lse = shared.lse.index(stage).load(row_layout)
+        scores, slope = scores_of(products, problem, tile * BLOCK_M, start_n)
+        if MASKED:
+            scores = hidden(scores, problem, tile * BLOCK_M, start_n)
+        probs = gl.exp2(scores * problem.exp_factor - lse[None, :])
+        p = gl.convert_layout(probs.to(dtype), operand)
+        dv_started = warpgroup_mma(p, dout, dv, is_async=True)
+        dprobs = warpgroup_mma_wait(1, deps=(dprobs_started,))
+        delta = shared.delta.index(step % shared.grads.STAGES).load(row_layout)
+        dscores = probs * (dprobs - delta[None, :])
+        if problem.SOFTCAP:
+            dscores = dscores * slope
+        ds_half = dscores.to(dtype)
+        ds = gl.convert_layout(ds_half, operand)
+
+        if AHEAD == 2:
+            q_next = take(shared.queries, gl.minimum(step + 1, last_step)).permute((1, 0))
+            products_started = warpgroup_mma(k, q_next, zeros, use_acc=False, is_async=True)
+        q = shared.queries.tiles.index(stage)
+        if WITH_DQ:
+            exchange = shared.dscores.index(step & 1)
+            exchange.slice(CONSUMER * KEYS, KEYS, 0).store(ds_half)
+            fence_async_shared()
+            _consumers_meet(8)
+            dv, _ = warpgroup_mma_wait(1 if AHEAD == 2 else 0, deps=(dv_started, p))
+            release(shared.grads, step)
+            if AHEAD == 1:
+                q_next = take(shared.queries, gl.minimum(step + 1, last_step)).permute((1, 0))
+                products_started = warpgroup_mma(k, q_next, zeros, use_acc=False, is_async=True)
+            if BLOCK_M == 64:
+                ds_rows = exchange.permute((1, 0))
+                k_columns = shared.k.index(none).slice(CONSUMER * DQ_COLUMNS, DQ_COLUMNS, 1)
+            else:
+                ds_rows = exchange.permute((1, 0)).slice(CONSUMER * 64, 64, 0)
+                k_columns = shared.k.index(none)
+            dq_started = warpgroup_mma(ds_rows, k_columns, zeros_q, use_acc=False, is_async=True)
+            dk_started = warpgroup_mma(ds, q, dk, is_async=True)
+            if AHEAD == 0:
+                dq = warpgroup_mma_wait(1, deps=(dq_started,))
+            else:
+                products, dq = warpgroup_mma_wait(1, deps=(products_started, dq_started))
+            half = 64 * DQ_COLUMNS
+            add_registers(dq_ptr + (2 * tile + CONSUMER) * half, dq)
+        else:
+            dk_started = warpgroup_mma(ds, q, dk, is_async=True)
+            if AHEAD == 0:
+                dv, _ = warpgroup_mma_wait(1, deps=(dv_started, p))
+            else:
+                dv, _, products = warpgroup_mma_wait(1, deps=(dv_started, p, products_started))
+            release(shared.grads, step)
+        dk, _ = warpgroup_mma_wait(0, deps=(dk_started, ds))
+        release(shared.queries, step)
+    return dk, dv, products
+
+
+@gluon.jit
+def _of_head(problem, slope):
+    return Problem(
+        problem.seqlen_q, problem.seqlen_k, problem.offset, problem.left, problem.right,
+        problem.score_factor, problem.exp_factor, problem.softcap, slope,
+        problem.LEFT, problem.RIGHT, problem.SOFTCAP, problem.ALIBI,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _consume(
+    dk_desc, dv_desc, dq_ptr, slopes_ptr, shared, problem, batch, head_kv, num_heads, group_size,
+    tiles_m, start_n, tiles, softmax_scale,
+    CONSUMER: gl.constexpr, WITH_DQ: gl.constexpr, AHEAD: gl.constexpr,
+):  # fmt: skip
+    first, full_first, full_end, end = tiles
+    dtype: gl.constexpr = shared.k.dtype
+    HEAD_DIM: gl.constexpr = shared.k.shape[2]
+    BLOCK_M: gl.constexpr = shared.dscores.shape[2]
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    dk = gl.zeros([KEYS, HEAD_DIM], gl.float32, d_layout)
+    dv = gl.zeros([KEYS, HEAD_DIM], gl.float32, d_layout)
+    zeros = gl.zeros([KEYS, BLOCK_M], gl.float32, s_layout)
+
+    mbarrier.wait(shared.kv_full, 0)
+    k = shared.k.index(0).slice(CONSUMER * KEYS, KEYS, 0)
+    q = take(shared.queries, 0).permute((1, 0))
+    products_started = warpgroup_mma(k, q, zeros, use_acc=False, is_async=True)
+    products = warpgroup_mma_wait(0, deps=(products_started,))
+    steps = end - first
+    last_step = group_size * steps - 1
+    for member in range(group_size):
+        head = head_kv * group_size + member
+        step_of_tile_0 = member * steps - first
+        dq_head = dq_ptr + (batch * num_heads + head).to(gl.int64) * (tiles_m * BLOCK_M * HEAD_DIM)
+        of_head = problem
+        if problem.ALIBI:
+            of_head = _of_head(problem, gl.load(slopes_ptr + head))
+        # rows cut by the diagonal, whole ones, rows cut on the window's left side
+        dk, dv, products = _walk(
+            (dk, dv, products), shared, of_head, dq_head, start_n, first, full_first,
+            step_of_tile_0, last_step, CONSUMER, True, WITH_DQ, AHEAD,
+        )  # fmt: skip
+        dk, dv, products = _walk(
+            (dk, dv, products), shared, of_head, dq_head, start_n, full_first, full_end,
+            step_of_tile_0, last_step, CONSUMER, False, WITH_DQ, AHEAD,
+        )  # fmt: skip
+        if problem.LEFT:
+            dk, dv, products = _walk(
+                (dk, dv, products), shared, of_head, dq_head, start_n, full_end, end,
+                step_of_tile_0, last_step, CONSUMER, True, WITH_DQ, AHEAD,
+            )  # fmt: skip
+
+    # through the buffers of V and K, which nothing reads any more
+    _consumers_meet(9)
+    shared.v.index(0).slice(CONSUMER * KEYS, KEYS, 0).store(dv.to(dtype))
+    shared.k.index(0).slice(CONSUMER * KEYS, KEYS, 0).store((dk * softmax_scale).to(dtype))
+    fence_async_shared()
+    _consumers_meet(8)
+    if CONSUMER == 0:
+        tile = as_block_of(shared.k.index(0), dk_desc)
+        store_tile(dk_desc, [batch, head_kv, start_n, 0], tile)
+    else:
+        tile = as_block_of(shared.v.index(0), dv_desc)
+        store_tile(dv_desc, [batch, head_kv, start_n, 0], tile)
+    wait_for_tile_stores(0)
+
+
+def kernel_name(specialization):
+    c = specialization.constants
+    dtype = "bf16" if "bf16" in specialization.signature["q_desc"] else "fp16"
+    mask = "window" if c["LEFT"] else "causal" if c["RIGHT"] else "full"
+    made = "backward" if c["WITH_DQ"] else "backward_dkdv"
+    tile = f"m{c['BLOCK_M']}n{2 * KEYS.value}"
+    return f"flashdig_hopper_{made}_{dtype}_d{c['HEAD_DIM']}_{tile}_{mask}"
+
+
+@gluon.jit(
+    repr=kernel_name,
+    do_not_specialize=[
+        "batch_size",
+        "num_heads",
+        "group_size",
+        "seqlen_q",
+        "seqlen_k",
+        "offset",
+        "heads_together",
+        "left",
+        "right",
+        "score_factor",
+        "exp_factor",
+        "softcap",
+        "softmax_scale",
+        "stride_slopes_b",
+    ],
+)
+def flashdig_hopper_backward(
+    q_desc,
+    dout_desc,
+    k_desc,
+    v_desc,
+    dk_desc,
+    dv_desc,
+    lse_desc,
+    delta_desc,
+    dq_ptr,
+    slopes_ptr,
+    batch_size,
+    num_heads,
+    group_size,
+    seqlen_q,
+    seqlen_k,
+    offset,
+    heads_together,
+    left,
+    right,
+    score_factor,
+    exp_factor,
+    softcap,
+    softmax_scale,
+    stride_slopes_b,
+    HEAD_DIM: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    STAGES: gl.constexpr,
+    LEFT: gl.constexpr,
+    RIGHT: gl.constexpr,
+    SOFTCAP: gl.constexpr,
+    WITH_DQ: gl.constexpr,
+    AHEAD: gl.constexpr,
+):
+    dtype: gl.constexpr = q_desc.dtype
+    BLOCK_N: gl.constexpr = 2 * KEYS
+    tile_kv: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, HEAD_DIM], dtype)
+    tile_ds: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], dtype)
+    statistics: gl.constexpr = lse_desc.layout
+    kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(kv_full, count=1)
+    DS_BUFFERS: gl.constexpr = 2 if WITH_DQ else 1
+    shared = Shared(
+        gl.allocate_shared_memory(dtype, [1, BLOCK_N, HEAD_DIM], tile_kv),
+        gl.allocate_shared_memory(dtype, [1, BLOCK_N, HEAD_DIM], tile_kv),
+        kv_full,
+        new_ring(dtype, BLOCK_M, HEAD_DIM, STAGES, 2),
+        new_ring(dtype, BLOCK_M, HEAD_DIM, STAGES, 2),
+        gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], statistics),
+        gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], statistics),
+        gl.allocate_shared_memory(dtype, [DS_BUFFERS, BLOCK_N, BLOCK_M], tile_ds),
+    )
+    fence_async_shared()
+
+    # `heads_together` heads share the L2 cache; within them the longest columns come first
+    tiles_n = gl.cdiv(seqlen_k, BLOCK_N)
+    tiles_m = gl.cdiv(seqlen_q, BLOCK_M)
+    num_heads_kv = num_heads // group_size
+    program = gl.program_id(0)
+    section = program // (tiles_n * heads_together)
+    inside = program % (tiles_n * heads_together)
+    section_heads = gl.minimum(heads_together, batch_size * num_heads_kv - section * heads_together)
+    batch_head = section * heads_together + inside % section_heads
+    batch = batch_head // num_heads_kv
+    head_kv = batch_head % num_heads_kv
+    start_n = (inside // section_heads) * BLOCK_N
+    ALIBI: gl.constexpr = slopes_ptr is not None
+    if ALIBI:
+        slopes_ptr += batch * stride_slopes_b
+    problem = Problem(
+        seqlen_q, seqlen_k, offset, left, right, score_factor, exp_factor, softcap,
+        score_factor * 0.0, LEFT, RIGHT, SOFTCAP, ALIBI,
+    )  # fmt: skip
+    first, full_first, full_end, end = row_tiles(problem, start_n, BLOCK_M, BLOCK_N)
+
+    # the tuples stand inside the calls: bound to a name, their constants would become tensors
+    # fmt: off
+    gl.warp_specialize([
+        (_consume, (dk_desc, dv_desc, dq_ptr, slopes_ptr, shared, problem, batch, head_kv,
+                    num_heads, group_size, tiles_m, start_n, (first, full_first, full_end, end),
+                    softmax_scale, 0, WITH_DQ, AHEAD)),
+        (_consume, (dk_desc, dv_desc, dq_ptr, slopes_ptr, shared, problem, batch, head_kv,
+                    num_heads, group_size, tiles_m, start_n, (first, full_first, full_end, end),
+                    softmax_scale, 1, WITH_DQ, AHEAD)),
+        (_produce, (q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc, shared, batch,
+                    head_kv, num_heads, group_size, tiles_m, start_n, first, end)),
+    ], [4, 1], [240, 24])
+    # fmt: on
