@@ -39,7 +39,7 @@ LSE_PATHS_TOLERANCE = 1e-6
 def run_kernels(inputs: Inputs, tile: TileConfig | None = None) -> dict[str, Any]:
     """out, lse and the gradients by name ("dq", ...; None where not wanted)."""
     from flashdig.kernels.triton.backward import attention_backward
-    from flashdig.kernels.triton.forward import attention_forward
+    from flashdig.kernels.triton.forward_launch import attention_forward
 
     operands, numbers = inputs.operands(), inputs.numbers()
     out, lse = attention_forward(*operands, **numbers, config=tile)
@@ -204,7 +204,7 @@ def lse_of_dense_calls(
 ) -> list[torch.Tensor]:
     """How many of a packed call's log-sum-exps differ from those of a dense call a sequence."""
     from flashdig.kernels.reference import of_sequence
-    from flashdig.kernels.triton.forward import attention_forward
+    from flashdig.kernels.triton.forward_launch import attention_forward
 
     found = []
     operands = inputs.operands()

@@ -12,7 +12,7 @@ import torch
 
 from flashdig.kernels.choose import Pass, TileConfig, choose_config
 from flashdig.kernels.triton.backward import Wanted, attention_backward
-from flashdig.kernels.triton.forward import attention_forward
+from flashdig.kernels.triton.forward_launch import attention_forward
 from flashdig.problem import AttentionProblem
 
 PREFIX = "portable:"

@@ -27,7 +27,7 @@ DIFFERENTIABLE = (0, 1, 2, 3, 5)
 # backend -> modules of its forward and its backward launcher
 LAUNCHERS = {
     "tiled": ("flashdig.kernels.tiled_launch", "flashdig.kernels.tiled_launch"),
-    "triton": ("flashdig.kernels.triton.forward", "flashdig.kernels.triton.backward"),
+    "triton": ("flashdig.kernels.triton.forward_launch", "flashdig.kernels.triton.backward"),
 }
 
 _TENSOR_ARGUMENTS = (

@@ -7,7 +7,7 @@ multiples of (16 bytes' worth, so that rows can be loaded in whole vectors, else
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,10 +103,35 @@ class Call:
         return self.v.shape[-1]
 
     @property
+    def out_shape(self) -> tuple[int, ...]:
+        return (*self.q.shape[:-1], self.head_dim_v)
+
+    @property
     def lse_shape(self) -> tuple[int, ...]:
         if self.packed:
             return (self.num_heads, self.seqlen_q)
         return (self.batch, self.num_heads, self.seqlen_q)
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """In the operators' order."""
+        return (
+            self.q,
+            self.k,
+            self.v,
+            self.bias,
+            self.alibi_slopes,
+            self.sinks,
+            self.dropout_seed,
+            self.cu_seqlens_q,
+            self.cu_seqlens_k,
+            self.seqused_q,
+            self.seqused_k,
+        )
+
+    def copies(self, given: Sequence[torch.Tensor | None]) -> bool:
+        """Whether any of its tensors is not the one given, in the operators' order."""
+        return any(x is not y for x, y in zip(self.tensors, given, strict=True))
 
     @property
     def empty(self) -> bool:
@@ -168,25 +193,6 @@ class Call:
             "seqlen_k": self.seqlen_k,
         }
 
-    def pointers(self) -> dict[str, torch.Tensor | None]:
-        """What is only read, by the kernels' names."""
-        bias = self.bias
-        if bias is not None and bias.dtype == torch.bool:
-            bias = bias.view(torch.uint8)
-        return {
-            "q_ptr": self.q,
-            "k_ptr": self.k,
-            "v_ptr": self.v,
-            "bias_ptr": bias,
-            "slopes_ptr": self.alibi_slopes,
-            "sinks_ptr": self.sinks,
-            "seed_ptr": self.dropout_seed,
-            "cu_seqlens_q_ptr": self.cu_seqlens_q,
-            "cu_seqlens_k_ptr": self.cu_seqlens_k,
-            "seqused_q_ptr": self.seqused_q,
-            "seqused_k_ptr": self.seqused_k,
-        }
-
     def bias_strides(self) -> dict[str, int]:
         strides = (0, 0, 0, 0)
         if self.bias is not None:
@@ -226,9 +232,19 @@ def block_of(head_dim: int) -> int:
     return max(16, triton.next_power_of_2(head_dim))
 
 
+def as_pointer(bias: torch.Tensor) -> torch.Tensor:
+    """A bias as kernels read it: bool as bytes."""
+    return bias.view(torch.uint8) if bias.dtype == torch.bool else bias
+
+
+def rows_are_contiguous(x: torch.Tensor) -> bool:
+    """Kernels load rows as vectors."""
+    return x.stride(-1) == 1 or x.shape[-1] == 1
+
+
 def row_contiguous(x: torch.Tensor) -> torch.Tensor:
-    """x with a contiguous last dimension: kernels load rows as vectors."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+    """x with a contiguous last dimension."""
+    return x if rows_are_contiguous(x) else x.contiguous()
 
 
 def strides(unit: int, **tensors: torch.Tensor) -> dict[str, int]:
@@ -257,7 +273,7 @@ def is_wide(block: int, *tensors: torch.Tensor) -> bool:
 def tile_arguments(
     call: Call, block_m: int, block_n: int, **others: torch.Tensor
 ) -> dict[str, Any]:
-    """What every kernel takes for its problem and tile.
+    """What every kernel takes behind its tensors for its problem and tile.
 
     Args:
         others: tensors besides q, k and v whose strides the kernel takes, by its names ("o", "do",
@@ -266,7 +282,6 @@ def tile_arguments(
     tensors = {"q": call.q, "k": call.k, "v": call.v, **others}
     unit = unit_of(*tensors.values())
     return {
-        **call.pointers(),
         **strides(unit, **tensors),
         **call.bias_strides(),
         **call.sizes(),

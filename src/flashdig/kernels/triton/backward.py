@@ -6,18 +6,23 @@ no float32 copy of dQ is kept, and every gradient is the same bits in every run.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 
 from flashdig.kernels.choose import Pass, TileConfig, choose_tile
+from flashdig.kernels.launch import Launch, Plan
 from flashdig.kernels.triton import backward_bias, backward_delta
 from flashdig.kernels.triton.arguments import (
     Call,
     architecture_of,
+    as_pointer,
     block_of,
     check_grid,
     prepared,
     row_contiguous,
+    rows_are_contiguous,
     strides,
     tile_arguments,
     unit_of,
@@ -96,63 +101,132 @@ def attention_backward(
     )
     if call.empty:
         return _of_empty(call, q, k, v, bias, sinks, lse, grad_lse, wanted)
-    if grad_out is None:
-        grad_out = torch.zeros_like(out)
-    grad_out = row_contiguous(grad_out)
-    delta = _delta(call, row_contiguous(out), grad_out, grad_lse)
-    lse = lse.contiguous()
-    configs = configs or {}
-    dq = dk = dv = dbias = dsinks = None
-    if wanted[0]:
-        dq = _dq(call, grad_out, lse, delta, configs.get("dq"))
-    want_dk, want_dv = wanted[1:3]
-    if want_dk and want_dv and max(call.head_dim, call.head_dim_v) <= APART_ABOVE:
-        dk, dv = _dkdv(call, grad_out, lse, delta, configs.get("dkdv"))
-    else:
-        if want_dk:
-            dk, _ = _dkdv(call, grad_out, lse, delta, configs.get("dk"), want_dv=False)
-        if want_dv:
-            _, dv = _dkdv(call, grad_out, lse, delta, configs.get("dv"), want_dk=False)
-    if wanted[3] and bias is not None and bias.dtype != torch.bool:
-        dbias = _dbias(call, bias, grad_out, lse, delta)
-    if wanted[4] and sinks is not None:
-        dsinks = _dsinks(sinks, lse, delta)
-    return dq, dk, dv, dbias, dsinks
+    grad_out = torch.zeros_like(out) if grad_out is None else row_contiguous(grad_out)
+    out, lse = row_contiguous(out), lse.contiguous()
+    plan = _BackwardPlan(call, grad_out, grad_lse, out, wanted, configs or {})
+    return plan(grad_out, grad_lse, *call.tensors, out, lse)
 
 
-def _empty_like_input(call: Call, x: torch.Tensor) -> torch.Tensor:
-    """A contiguous gradient; zeros for packed input, whose slack rows belong to no program."""
-    make = torch.zeros if call.packed else torch.empty
-    return make(x.shape, dtype=x.dtype, device=x.device)
+def plan_backward(
+    grad_out: torch.Tensor | None,
+    grad_lse: torch.Tensor | None,
+    *others: torch.Tensor,
+    wanted: Wanted,
+    **numbers: Any,
+) -> Plan | None:
+    """The plan of `attention_backward`'s arguments; see `flashdig.kernels.launch`."""
+    *tensors, out, lse = others
+    call = prepared(*tensors, **numbers)
+    if call.empty or grad_out is None or call.copies(tensors):
+        return None
+    if not (rows_are_contiguous(grad_out) and rows_are_contiguous(out) and lse.is_contiguous()):
+        return None
+    return _BackwardPlan(call, grad_out, grad_lse, out, wanted, {})
 
 
-def _delta(
+class _BackwardPlan:
+    """The launches of one backward call: delta, then dQ, dK and dV, dBias as wanted."""
+
+    def __init__(
+        self,
+        call: Call,
+        grad_out: torch.Tensor,
+        grad_lse: torch.Tensor | None,
+        out: torch.Tensor,
+        wanted: Wanted,
+        configs: dict[Pass, TileConfig],
+    ) -> None:
+        self._packed = call.packed
+        self._lse_shape = call.lse_shape
+        self._boolean = call.bias is not None and call.bias.dtype == torch.bool
+        self._delta = _delta_launch(call, out, grad_out, grad_lse)
+        self._dq = _dq_launch(call, grad_out, configs.get("dq")) if wanted[0] else None
+        # each makes dK, dV or both
+        self._dkdv: list[tuple[Launch, bool, bool]] = []
+        want_dk, want_dv = wanted[1:3]
+        together = max(call.head_dim, call.head_dim_v) <= APART_ABOVE
+        for dk, dv in [(True, True)] if together else [(True, False), (False, True)]:
+            made = (dk and want_dk, dv and want_dv)
+            if any(made):
+                self._dkdv.append((_dkdv_launch(call, grad_out, configs, *made), *made))
+        bias = call.bias
+        self._dbias: tuple[Launch, tuple[int, ...]] | None = None
+        if wanted[3] and bias is not None and bias.dtype != torch.bool:
+            self._dbias = _dbias_launch(call, bias, grad_out)
+        self._want_dsinks = wanted[4]
+
+    def __call__(
+        self,
+        grad_out: torch.Tensor,
+        grad_lse: torch.Tensor | None,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        bias: torch.Tensor | None,
+        slopes: torch.Tensor | None,
+        sinks: torch.Tensor | None,
+        *others: torch.Tensor,
+    ) -> tuple[torch.Tensor | None, ...]:
+        *lengths, out, lse = others  # the dropout seed first
+        delta = torch.empty(self._lse_shape, dtype=torch.float32, device=q.device)
+        self._delta(out, grad_out, grad_lse, delta)
+        read = (as_pointer(bias) if self._boolean else bias, slopes, sinks, *lengths)
+        known = (grad_out, lse, delta)
+        dq = dk = dv = dbias = dsinks = None
+        if self._dq is not None:
+            dq = self._empty_like(q)
+            self._dq(q, k, v, *known, dq, *read)
+        for launch, make_dk, make_dv in self._dkdv:
+            # what is not made is not written: its input stands in
+            dk_written = dk = self._empty_like(k) if make_dk else dk
+            dv_written = dv = self._empty_like(v) if make_dv else dv
+            launch(
+                q,
+                k,
+                v,
+                *known,
+                dk_written if make_dk else k,
+                dv_written if make_dv else v,
+                *read,
+            )
+        if self._dbias is not None and bias is not None:
+            launch, shape = self._dbias
+            parts = torch.empty(shape, dtype=torch.float32, device=q.device)
+            launch(q, k, v, *known, parts, *read)
+            dbias = parts.sum(0).to(bias.dtype)
+        if self._want_dsinks and sinks is not None:
+            dsinks = _dsinks(sinks, lse, delta)
+        return dq, dk, dv, dbias, dsinks
+
+    def _empty_like(self, x: torch.Tensor) -> torch.Tensor:
+        """A contiguous gradient; zeros for packed input, whose slack rows belong to no program."""
+        make = torch.zeros_like if self._packed else torch.empty_like
+        return make(x, memory_format=torch.contiguous_format)
+
+
+def _delta_launch(
     call: Call, out: torch.Tensor, grad_out: torch.Tensor, grad_lse: torch.Tensor | None
-) -> torch.Tensor:
-    """float32, in the layout of the log-sum-exp."""
-    delta = torch.empty(call.lse_shape, dtype=torch.float32, device=out.device)
+) -> Launch:
     lse_strides = (0, 0, 0)
     if grad_lse is not None:
         lse_strides = (0, *grad_lse.stride()) if call.packed else grad_lse.stride()
     unit = unit_of(out, grad_out)
     rows = triton.cdiv(call.seqlen_q, backward_delta.BLOCK_M)
-    programs = rows * call.num_heads * call.sequences_in_grid()
-    flashdig_backward_delta[(check_grid(programs),)](
-        out_ptr=out,
-        dout_ptr=grad_out,
-        dlse_ptr=grad_lse,
-        delta_ptr=delta,
-        **strides(unit, o=out, do=grad_out),
-        **dict(zip(("stride_dlb", "stride_dlh", "stride_dlm"), lse_strides, strict=True)),
-        num_heads=call.num_heads,
-        seqlen_q=call.seqlen_q,
-        HEAD_DIM_V=call.head_dim_v,
-        BLOCK_DV=block_of(call.head_dim_v),
-        UNIT=unit,
-        BLOCK_M=backward_delta.BLOCK_M,
+    return Launch(
+        flashdig_backward_delta,
+        check_grid(rows * call.num_heads * call.sequences_in_grid()),
+        {
+            **strides(unit, o=out, do=grad_out),
+            **dict(zip(("stride_dlb", "stride_dlh", "stride_dlm"), lse_strides, strict=True)),
+            "num_heads": call.num_heads,
+            "seqlen_q": call.seqlen_q,
+            "HEAD_DIM_V": call.head_dim_v,
+            "BLOCK_DV": block_of(call.head_dim_v),
+            "UNIT": unit,
+            "BLOCK_M": backward_delta.BLOCK_M,
+        },
         num_warps=4,
     )
-    return delta
 
 
 def _tile(call: Call, pass_: Pass, config: TileConfig | None) -> TileConfig:
@@ -168,65 +242,54 @@ def _tile(call: Call, pass_: Pass, config: TileConfig | None) -> TileConfig:
     )
 
 
-def _dq(
-    call: Call,
-    grad_out: torch.Tensor,
-    lse: torch.Tensor,
-    delta: torch.Tensor,
-    config: TileConfig | None,
-) -> torch.Tensor:
+def _gradient_of(x: torch.Tensor) -> torch.Tensor:
+    """Its gradient's strides, without memory."""
+    return torch.empty(x.shape, dtype=x.dtype, device="meta")
+
+
+def _dq_launch(call: Call, grad_out: torch.Tensor, config: TileConfig | None) -> Launch:
     config = _tile(call, "dq", config)
-    dq = _empty_like_input(call, call.q)
     programs = call.row_slots(config.block_m) * call.num_heads * call.sequences_in_grid()
-    flashdig_backward_dq[(check_grid(programs),)](
-        dout_ptr=grad_out,
-        lse_ptr=lse,
-        delta_ptr=delta,
-        dq_ptr=dq,
-        **walk_arguments(call, config, do=grad_out, dq=dq),
-        softmax_scale=call.softmax_scale,
+    return Launch(
+        flashdig_backward_dq,
+        check_grid(programs),
+        {
+            **walk_arguments(call, config, do=grad_out, dq=_gradient_of(call.q)),
+            "softmax_scale": call.softmax_scale,
+        },
         num_warps=config.num_warps,
     )
-    return dq
 
 
-def _dkdv(
+def _dkdv_launch(
     call: Call,
     grad_out: torch.Tensor,
-    lse: torch.Tensor,
-    delta: torch.Tensor,
-    config: TileConfig | None,
-    want_dk: bool = True,
-    want_dv: bool = True,
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    config = _tile(call, "dkdv" if want_dk and want_dv else "dk" if want_dk else "dv", config)
-    dk = _empty_like_input(call, call.k) if want_dk else None
-    dv = _empty_like_input(call, call.v) if want_dv else None
-    # what is not wanted is not written: its pointer and strides stand in
-    written = {"dk": call.k if dk is None else dk, "dv": call.v if dv is None else dv}
+    configs: dict[Pass, TileConfig],
+    make_dk: bool,
+    make_dv: bool,
+) -> Launch:
+    pass_: Pass = "dkdv" if make_dk and make_dv else "dk" if make_dk else "dv"
+    config = _tile(call, pass_, configs.get(pass_))
+    dk = _gradient_of(call.k) if make_dk else call.k
+    dv = _gradient_of(call.v) if make_dv else call.v
     programs = call.key_slots(config.block_n) * call.num_heads_kv * call.sequences_in_grid()
-    flashdig_backward_dkdv[(check_grid(programs),)](
-        dout_ptr=grad_out,
-        lse_ptr=lse,
-        delta_ptr=delta,
-        dk_ptr=written["dk"],
-        dv_ptr=written["dv"],
-        **walk_arguments(call, config, do=grad_out, **written),
-        softmax_scale=call.softmax_scale,
-        WANT_DK=want_dk,
-        WANT_DV=want_dv,
+    return Launch(
+        flashdig_backward_dkdv,
+        check_grid(programs),
+        {
+            **walk_arguments(call, config, do=grad_out, dk=dk, dv=dv),
+            "softmax_scale": call.softmax_scale,
+            "WANT_DK": make_dk,
+            "WANT_DV": make_dv,
+        },
         num_warps=config.num_warps,
     )
-    return dk, dv
 
 
-def _dbias(
-    call: Call,
-    bias: torch.Tensor,
-    grad_out: torch.Tensor,
-    lse: torch.Tensor,
-    delta: torch.Tensor,
-) -> torch.Tensor:
+def _dbias_launch(
+    call: Call, bias: torch.Tensor, grad_out: torch.Tensor
+) -> tuple[Launch, tuple[int, ...]]:
+    """The launch, and the shape of the float32 parts whose sum is the gradient."""
     block_m, block_n = backward_bias.BLOCK_M, backward_bias.BLOCK_N
     rows_shared = bias.shape[2] == 1 and call.seqlen_q > 1
     keys_shared = bias.shape[3] == 1 and call.seqlen_k > 1
@@ -236,22 +299,21 @@ def _dbias(
     tiles *= (1 if rows_shared else row_tiles) * (1 if keys_shared else key_tiles)
     steps = call.batch * call.num_heads * row_tiles * key_tiles // tiles
     parts = min(steps, triton.cdiv(BIAS_PROGRAMS, tiles))
-    dbias = torch.empty((parts, *bias.shape), dtype=torch.float32, device=bias.device)
-    flashdig_backward_bias[(check_grid(tiles * parts),)](
-        dout_ptr=grad_out,
-        lse_ptr=lse,
-        delta_ptr=delta,
-        dbias_ptr=dbias,
-        **tile_arguments(call, block_m, block_n, do=grad_out),
-        bias_batch=bias.shape[0],
-        bias_heads=bias.shape[1],
-        parts=parts,
-        ROWS_SHARED=rows_shared,
-        KEYS_SHARED=keys_shared,
+    launch = Launch(
+        flashdig_backward_bias,
+        check_grid(tiles * parts),
+        {
+            **tile_arguments(call, block_m, block_n, do=grad_out),
+            "bias_batch": bias.shape[0],
+            "bias_heads": bias.shape[1],
+            "parts": parts,
+            "ROWS_SHARED": rows_shared,
+            "KEYS_SHARED": keys_shared,
+        },
         num_warps=4,
         num_stages=1,
     )
-    return dbias.sum(0).to(bias.dtype)
+    return launch, (parts, *bias.shape)
 
 
 def _dsinks(sinks: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:

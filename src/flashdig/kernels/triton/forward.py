@@ -5,21 +5,11 @@ split: tiles that every row sees whole run without masks, those at the edges wit
 query of a sequence sees is never loaded, so NaN stored there never shows.
 """
 
-import torch
 import triton
 import triton.language as tl
 
-from flashdig.kernels.choose import TileConfig, choose_tile
 from flashdig.kernels.primitives import round_to_tf32
-from flashdig.kernels.triton.arguments import (
-    UNSPECIALIZED,
-    Call,
-    architecture_of,
-    check_grid,
-    kernel_name,
-    prepared,
-    walk_arguments,
-)
+from flashdig.kernels.triton.arguments import UNSPECIALIZED, kernel_name
 from flashdig.kernels.triton.score_terms import (
     LN_2,
     LOG2_E,
@@ -355,98 +345,3 @@ def flashdig_forward(
     )
     lse = row_max + tl.log2(divisor) * LN_2 if NATURAL else (row_max + tl.log2(divisor)) * LN_2
     tl.store(lse_ptr + offs_m, lse, mask=row_inside)
-
-
-def attention_forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    bias: torch.Tensor | None,
-    alibi_slopes: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    dropout_seed: torch.Tensor | None,
-    cu_seqlens_q: torch.Tensor | None,
-    cu_seqlens_k: torch.Tensor | None,
-    seqused_q: torch.Tensor | None,
-    seqused_k: torch.Tensor | None,
-    *,
-    softmax_scale: float,
-    softcap: float,
-    dropout_p: float,
-    window_left: int,
-    window_right: int,
-    top_left: bool,
-    allow_tf32: bool,
-    out_dtype: torch.dtype | None = None,
-    config: TileConfig | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """One launch of `flashdig_forward`; the arguments were checked by `flashdig.validate`.
-
-    Args:
-        q, k, v: dense (batch, seqlen, heads, head_dim), or packed (total, heads, head_dim) with
-            `cu_seqlens_q` and `cu_seqlens_k` (batch + 1,), int32, and `seqused_*` (batch,) or None.
-        dropout_seed: (1,) int64 on the device; read only with dropout_p > 0.
-        window_left, window_right: keys seen on each side of the diagonal; -1 is unlimited.
-        config: a tile other than the table's.
-
-    Returns: out (as q with head_dim_v) and lse (batch, num_heads, seqlen_q) or (num_heads, total_q)
-        in float32.
-    """
-    call = prepared(
-        q,
-        k,
-        v,
-        bias,
-        alibi_slopes,
-        sinks,
-        dropout_seed,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        seqused_q,
-        seqused_k,
-        softmax_scale=softmax_scale,
-        softcap=softcap,
-        dropout_p=dropout_p,
-        window_left=window_left,
-        window_right=window_right,
-        top_left=top_left,
-        allow_tf32=allow_tf32,
-    )
-    shape = (*q.shape[:-1], v.shape[-1])
-    if call.empty:
-        return _without_keys(call, shape, out_dtype or q.dtype)
-    if call.packed:  # slack rows belong to no program
-        out = torch.zeros(shape, dtype=out_dtype or q.dtype, device=q.device)
-        lse = torch.full(call.lse_shape, float("-inf"), device=q.device)
-    else:
-        out = torch.empty(shape, dtype=out_dtype or q.dtype, device=q.device)
-        lse = torch.empty(call.lse_shape, dtype=torch.float32, device=q.device)
-    if config is None:
-        config = choose_tile(
-            "forward",
-            architecture_of(q.device),
-            call.dtype_name(),
-            call.head_dim,
-            call.head_dim_v,
-            call.bias is not None or call.dropout_p > 0.0,
-        )
-    programs = call.row_slots(config.block_m) * call.num_heads * call.sequences_in_grid()
-    flashdig_forward[(check_grid(programs),)](
-        out_ptr=out,
-        lse_ptr=lse,
-        **walk_arguments(call, config, o=out),
-        SINKS=call.sinks is not None,
-        num_warps=config.num_warps,
-    )
-    return out, lse
-
-
-def _without_keys(
-    call: Call, shape: tuple[int, ...], dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows that see nothing: out 0; lse -inf, or the sink's logit."""
-    out = torch.zeros(shape, dtype=dtype, device=call.q.device)
-    lse = torch.full(call.lse_shape, float("-inf"), device=call.q.device)
-    if call.sinks is not None and not call.packed:
-        lse = lse.copy_(call.sinks.float()[:, None])
-    return out, lse
