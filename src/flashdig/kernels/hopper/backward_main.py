@@ -24,7 +24,7 @@ from flashdig.kernels.gluon_api import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from flashdig.kernels.hopper.backward_scores import hidden, row_tiles, scores_of
+from flashdig.kernels.hopper.backward_scores import hidden, places, row_tiles, scores_of
 from flashdig.kernels.hopper.problem import Problem
 from flashdig.kernels.hopper.ring import Ring, as_block_of, new_ring, release, take
 
@@ -167,9 +167,10 @@ def _walk(
         if AHEAD == 0:
             products = warpgroup_mma_wait(1, deps=(products_started,))
         lse = shared.lse.index(stage).load(row_layout)
-        scores, slope = scores_of(products, problem, tile * BLOCK_M, start_n)
+        keys, rows = places(products, tile * BLOCK_M, start_n + CONSUMER * KEYS, True)
+        scores, slope = scores_of(products, problem, keys, rows)
         if MASKED:
-            scores = hidden(scores, problem, tile * BLOCK_M, start_n)
+            scores = hidden(scores, problem, keys, rows)
         probs = gl.exp2(scores * problem.exp_factor - lse[None, :])
         p = gl.convert_layout(probs.to(dtype), operand)
         dv_started = warpgroup_mma(p, dout, dv, is_async=True)

@@ -1,7 +1,4 @@
-"""Device functions of the backward's tiles, which stand transposed: (keys, rows).
-
-With S^T in a warpgroup's registers, P^T and dS^T are operands of dV and dK where they are.
-"""
+"""Device functions of the backward's tiles: which rows see which keys, scores and their slopes."""
 
 from flashdig.kernels.gluon_api import gl, gluon
 from flashdig.kernels.hopper.problem import LOG2_E
@@ -42,10 +39,24 @@ def row_tiles(problem, start_n, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
-def scores_of(products, problem, start_m, start_n):
-    """(final scores, d score / d scaled product) of a (keys, rows) tile.
+def places(tile, start_m, start_n, KEYS_FIRST: gl.constexpr):
+    """(keys, rows) of a tile, each with a dimension of one, so that they broadcast to it."""
+    down: gl.constexpr = gl.SliceLayout(1, tile.type.layout)
+    across: gl.constexpr = gl.SliceLayout(0, tile.type.layout)
+    if KEYS_FIRST:
+        keys = (start_n + gl.arange(0, tile.shape[0], down))[:, None]
+        rows = (start_m + gl.arange(0, tile.shape[1], across))[None, :]
+    else:
+        keys = (start_n + gl.arange(0, tile.shape[1], across))[None, :]
+        rows = (start_m + gl.arange(0, tile.shape[0], down))[:, None]
+    return keys, rows
 
-    Without softcap the second is an unused copy of the products.
+
+@gluon.jit
+def scores_of(products, problem, keys, rows):
+    """(final scores, d score / d scaled product) of a tile.
+
+    Without softcap the second stands unused.
     """
     scores = products
     slope = products
@@ -58,28 +69,19 @@ def scores_of(products, problem, start_m, start_n):
     elif problem.ALIBI:
         scores = products * problem.score_factor
     if problem.ALIBI:
-        keys, rows = _places(products, start_m, start_n)
-        distance = gl.abs((rows + problem.offset)[None, :] - keys[:, None])
+        distance = gl.abs(rows + problem.offset - keys)
         scores = scores - problem.slope * distance.to(gl.float32)
     return scores, slope
 
 
 @gluon.jit
-def hidden(scores, problem, start_m, start_n):
+def hidden(scores, problem, keys, rows):
     """Scores with -inf where a row does not see a key, or no key is."""
-    keys, rows = _places(scores, start_m, start_n)
     if problem.RIGHT:
         last = gl.minimum(rows + (problem.offset + problem.right), problem.seqlen_k - 1)
-        visible = keys[:, None] <= last[None, :]
+        visible = keys <= last
     else:
-        visible = (keys < problem.seqlen_k)[:, None] & (rows >= 0)[None, :]
+        visible = (keys < problem.seqlen_k) & (rows >= 0)
     if problem.LEFT:
-        visible = visible & (keys[:, None] >= (rows + (problem.offset - problem.left))[None, :])
+        visible = visible & (keys >= rows + (problem.offset - problem.left))
     return gl.where(visible, scores, float("-inf"))
-
-
-@gluon.jit
-def _places(tile, start_m, start_n):
-    keys = start_n + gl.arange(0, tile.shape[0], gl.SliceLayout(1, tile.type.layout))
-    rows = start_m + gl.arange(0, tile.shape[1], gl.SliceLayout(0, tile.type.layout))
-    return keys, rows
