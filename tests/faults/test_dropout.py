@@ -94,9 +94,9 @@ def test_random_inputs_with_the_mask_that_was_shown(attend, device, causal) -> N
     inputs = qkv(device, torch.bfloat16, 2, SEQLEN_Q, SEQLEN_K, 2, 2, 64)
     torch.manual_seed(5)
     out, lse = attend(*inputs, causal=causal, dropout_p=P_DROP, return_lse=True)
-    torch.testing.assert_close(
-        lse, attend(*inputs, causal=causal, return_lse=True)[1], atol=0, rtol=0
-    )
+    # the same sums in tiles of another size
+    undropped = attend(*inputs, causal=causal, return_lse=True)[1]
+    torch.testing.assert_close(lse, undropped, atol=1e-6, rtol=1e-6)
     upstream = randn(device, torch.bfloat16, *out.shape, seed=6)
     found = torch.autograd.grad(out, inputs, upstream)
     results = {}
@@ -121,7 +121,7 @@ def test_nothing_dropped_and_everything_dropped(attend, device) -> None:
     assert torch.equal(none_lse, lse)
     out, all_lse = attend(*inputs, dropout_p=1.0, return_lse=True)
     assert not out.any()
-    torch.testing.assert_close(all_lse, lse, atol=0, rtol=0)
+    torch.testing.assert_close(all_lse, lse, atol=1e-6, rtol=1e-6)
     for gradient in torch.autograd.grad(out.sum(), inputs):
         assert not gradient.any()
 

@@ -19,7 +19,7 @@ from flashdig.bench.cell_inputs import CellInputs, make_inputs
 from flashdig.bench.cells import Cell
 from flashdig.bench.competitors import Competitor, Ours, Prepared, ours_for
 from flashdig.bench.gate import poison, poisoned_allocator
-from flashdig.bench.meters import Call
+from flashdig.bench.meters import Call, Clock
 from flashdig.bench.peers import peer
 from flashdig.bench.results import Row, timing_fields
 from flashdig.bench.rows import check_row
@@ -163,7 +163,8 @@ def measure_cell(plan: Plan, cell: Cell, device: str, progress: Progress) -> lis
         if "time" in plan.suite.measure:
             of_pass = [one for one in found if one.direction == direction]
             say = _prefixed(progress, f"{cell.title}, {direction}: ")
-            _time(of_pass, prepared, plan.rounds_of(cell), plan.suite.target_ms, device, say)
+            clock = clock_for(cell, direction, device)
+            _time(of_pass, prepared, plan.rounds_of(cell), plan.suite.target_ms, clock, say)
             _require_device(device, f"timing {cell.title}, {direction}")
     del prepared, inputs
     # compiled functions keep their arguments in cycles
@@ -235,12 +236,21 @@ def _run_poisoned(call: Call, inputs: CellInputs) -> tuple[Any, int | None]:
     return result, torch.cuda.max_memory_allocated() - before
 
 
+def clock_for(cell: Cell, direction: str, device: str) -> Clock:
+    """Graph replay on a GPU, but events for a backward with dropout: torch keeps the state of an
+    eager forward's dropout on the host, and a captured backward takes its address for the device's.
+    """
+    if device != "cuda":
+        return "host"
+    return "events" if direction == "backward" and cell.dropout_p > 0.0 else "graph"
+
+
 def _time(
     found: Sequence[Found],
     prepared: dict[str, Prepared],
     rounds: int,
     target_ms: float,
-    device: str,
+    clock: Clock,
     progress: Progress,
 ) -> None:
     """Time everyone that passed, of one cell and pass, against each other."""
@@ -255,7 +265,7 @@ def _time(
         calls,
         rounds=rounds,
         target_ms=target_ms,
-        clock="graph" if device == "cuda" else "host",
+        clock=clock,
         progress=progress,
     )
     for name, timing in timings.items():
