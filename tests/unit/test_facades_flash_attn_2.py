@@ -25,7 +25,7 @@ CALLS = {
     "any negative is unlimited": {"window_size": (-7, 2)},
     "softcap": {"softcap": 4.0},
     "slopes": {"alibi_slopes": 4},
-    "slopes of the batch": {"alibi_slopes": (2, 4), "causal": True},
+    "slopes of the batch": {"alibi_slopes": (2, 4)},
     "everything": {
         "softmax_scale": 0.3,
         "causal": True,
@@ -157,6 +157,47 @@ def test_lse_of_rows_without_keys_is_plus_infinity_and_harmless() -> None:
     _, lse, _ = flash_attn_func(q.float(), no_keys, no_keys, return_attn_probs=True)
     assert (lse == math.inf).all()
     assert lse.dtype == torch.float32
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 4)])
+@pytest.mark.parametrize(
+    ("options", "by_key"),
+    [
+        ({"causal": True}, True),
+        ({"window_size": (-1, 0)}, True),
+        ({"causal": True, "window_size": (11, -1)}, True),  # hides nothing: 11 keys at most
+        ({"causal": True, "window_size": (3, -1)}, False),
+        ({"window_size": (-1, 1)}, False),
+    ],
+)
+def test_causal_slopes_count_from_the_first_key_in_softmax_lse(shape, options, by_key) -> None:
+    """FlashAttention-2's kernels add slope * j there, and elsewhere subtract slope * distance."""
+    torch.manual_seed(0)
+    slopes = torch.rand(*shape)
+    q, k, v = randn(14, 4, 8), randn(18, 2, 8), randn(18, 2, 8)
+    cu_q, cu_k = [0, 9, 14], [0, 7, 18]
+    _, packed, _ = flash_attn_varlen_func(
+        *(q, k, v, offsets(cu_q), offsets(cu_k), 9, 11),
+        alibi_slopes=slopes,
+        return_attn_probs=True,
+        **options,
+    )
+    left, right = options.get("window_size", (-1, -1))
+    for b in range(2):
+        rows, keys = slice(*cu_q[b : b + 2]), slice(*cu_k[b : b + 2])
+        one = (q[None, rows], k[None, keys], v[None, keys])
+        of_sequence = slopes if slopes.dim() == 1 else slopes[b]
+        if by_key:
+            bias = of_sequence.double().view(1, 4, 1, 1) * torch.arange(one[1].shape[1])
+            terms = {"bias": bias, "causal": True}
+        else:
+            terms = {"alibi_slopes": of_sequence, "window": (left, right)}
+            terms["causal"] = options.get("causal", False)
+        out, expected = reference_attention(*one, **terms)
+        own = flash_attn_func(*one, alibi_slopes=of_sequence, return_attn_probs=True, **options)
+        assert_same(own[0], out)
+        assert_same(own[1], with_inf(expected))
+        assert_same(packed[:, rows], with_inf(expected)[0])
 
 
 def test_results_have_the_originals_shapes() -> None:

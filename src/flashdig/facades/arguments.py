@@ -68,6 +68,16 @@ def unpacked(name: str, packed: Any, sizes: str, parts: int, dim: int) -> tuple[
     return packed.unbind(dim)
 
 
+def sequence_and_position(
+    cu_seqlens: torch.Tensor, total: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sequence of each row and its position there; rows of no sequence are left as they fall:
+    position < 0, or sequence = batch."""
+    row = torch.arange(total, device=cu_seqlens.device)
+    sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), row, right=True)
+    return sequence, row - cu_seqlens.long()[sequence]
+
+
 def refuse(reason: str, **arguments: Any) -> None:
     """Raise NotImplementedError for arguments that are not None, each with the same reason."""
     for name, value in arguments.items():

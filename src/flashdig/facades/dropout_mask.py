@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from flashdig.api import attention, attention_varlen
+from flashdig.facades.arguments import sequence_and_position
 
 
 @contextmanager
@@ -87,7 +88,7 @@ def packed_mask(
     rows = _signed(probabilities, kept, q.dtype)
     batch = cu_seqlens_q.shape[0] - 1
     mask = rows.new_zeros(batch, max_seqlen_q, q.shape[1], max_seqlen_k)
-    sequence, position = _sequence_and_position(cu_seqlens_q, q.shape[0])
+    sequence, position = sequence_and_position(cu_seqlens_q, q.shape[0])
     used = (position >= 0) & (position < max_seqlen_q) & (sequence < batch)
     mask[sequence[used], position[used]] = rows[used]
     return mask.transpose(1, 2)
@@ -105,20 +106,10 @@ def _signed(probabilities: torch.Tensor, kept: torch.Tensor, dtype: torch.dtype)
     return torch.where(kept, relative, -relative).to(dtype)
 
 
-def _sequence_and_position(
-    cu_seqlens: torch.Tensor, total: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sequence of each row and its position there; rows of no sequence are left as they fall:
-    position < 0, or sequence = batch."""
-    row = torch.arange(total, device=cu_seqlens.device)
-    sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), row, right=True)
-    return sequence, row - cu_seqlens.long()[sequence]
-
-
 def _unit_by_position(
     cu_seqlens: torch.Tensor, total: int, max_seqlen: int, dtype: torch.dtype
 ) -> torch.Tensor:
     """(total, 1, max_seqlen): row r is the unit vector of its position in its sequence."""
-    _, position = _sequence_and_position(cu_seqlens, total)
+    _, position = sequence_and_position(cu_seqlens, total)
     units = position[:, None] == torch.arange(max_seqlen, device=cu_seqlens.device)
     return units[:, None].to(dtype)

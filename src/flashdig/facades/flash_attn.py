@@ -15,17 +15,18 @@ Shared by all functions:
     alibi_slopes: (num_heads,) or (batch, num_heads), float32.
     deterministic: gradients are the same bits in every run.
     return_attn_probs: return (out, softmax_lse, S_dmask). softmax_lse is float32, natural
-        logarithm, (batch, num_heads, seqlen_q) or (num_heads, total_q). S_dmask is empty without
-        dropout; with it, (batch, num_heads, seqlen_q, seqlen_k) or (batch, num_heads, max_seqlen_q,
-        max_seqlen_k), each row's probabilities over the largest of them, with the sign bit where
-        the pair was dropped: it takes as much memory as it sounds like.
+        logarithm, (batch, num_heads, seqlen_q) or (num_heads, total_q); +inf for rows that see no
+        key, and with causal ALiBi of scores plus slope * j, as in the original (`softmax_lse`).
+        S_dmask is empty without dropout; with it, (batch, num_heads, seqlen_q, seqlen_k) or
+        (batch, num_heads, max_seqlen_q, max_seqlen_k), each row's probabilities over the largest of
+        them, with the sign bit where the pair was dropped: it takes as much memory as it sounds
+        like.
 
 Bad arguments raise ValueError or TypeError, naming the argument, as in `flashdig.attention`.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any, cast
 
 import torch
@@ -34,6 +35,7 @@ from flashdig import checks
 from flashdig.api import attention, attention_varlen
 from flashdig.facades import dropout_mask
 from flashdig.facades.arguments import as_length, known_length, unlimited_if_negative, unpacked
+from flashdig.facades.softmax_lse import dense_lse, packed_lse
 
 __all__ = [
     "flash_attn_func",
@@ -246,7 +248,7 @@ def _dense(
     kept = dropout_mask.dense_kept(q, k, options["dropout_p"]) if drops else None
     out, lse = attention(q, k, v, **options, return_lse=True)
     mask = q.new_empty(0) if kept is None else dropout_mask.dense_mask(q, k, kept, options)
-    return out, _inf_for_dead_rows(lse), mask
+    return out, dense_lse(lse, k.shape[1], options), mask
 
 
 def _packed(
@@ -264,7 +266,7 @@ def _packed(
         return cast(torch.Tensor, attention_varlen(q, k, v, *known, **options))
     if not options["dropout_p"]:
         out, lse = attention_varlen(q, k, v, *known, **options, return_lse=True)
-        return out, _inf_for_dead_rows(lse), q.new_empty(0)
+        return out, packed_lse(lse, *known[:2], known[3], options), q.new_empty(0)
     checks.check_tensors(checks.PACKED, q, k, v)
     sizes = (
         cu_seqlens_q,
@@ -275,12 +277,7 @@ def _packed(
     kept = dropout_mask.packed_kept(q, k, sizes, options["dropout_p"])
     out, lse = attention_varlen(q, k, v, *sizes, **options, return_lse=True)
     mask = dropout_mask.packed_mask(q, k, sizes, kept, options)
-    return out, _inf_for_dead_rows(lse), mask
-
-
-def _inf_for_dead_rows(lse: torch.Tensor) -> torch.Tensor:
-    """FlashAttention-2's lse of rows that see no key is +inf, flashdig's -inf."""
-    return torch.where(torch.isneginf(lse), math.inf, lse)
+    return out, packed_lse(lse, cu_seqlens_q, cu_seqlens_k, sizes[3], options), mask
 
 
 def _check_block_table(block_table: Any) -> None:
