@@ -290,6 +290,10 @@ OUR_KERNELS = {
         *("attention_forward", "forward", "bfloat16", (128, 128), 128, True, False),
         "attention forward, bf16, head_dim 128, tile 128x128, not causal,",
     ),
+    "flashdig_hopper_forward_fp16_d192v128_m128n128_causal_grouped_sinks": (
+        *("attention_forward", "forward", "float16", (128, 128), 192, True, True),
+        "head_dim 192 (v: 128), tile 128x128, causal, heads that share keys in one tile, sinks,",
+    ),
     "flashdig_backward_bias_bf16_d64_m64n64_bias": (
         *("attention_backward", "backward", "bfloat16", (64, 64), 64, True, False),
         "backward, the bias's gradient, bf16,",

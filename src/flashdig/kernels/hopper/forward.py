@@ -4,9 +4,9 @@
     consumer    S_i = Q K_i^T is issued, then O += P_{i-1} V_{i-1}; the softmax of S_i runs while
                 the tensor cores work on both (Shah et al. 2024, "FlashAttention-3", section 3.2)
 
-Tiles that the mask cuts are walked first (and, with a window, last), in loops of their own. Key
-rows past the sequence arrive as zeros: a descriptor has one dimension for each of batch, head, row
-and column, so that nothing of a neighbouring sequence is ever loaded.
+Tiles that the mask cuts are walked first (and, with a window, last), in loops of their own. Keys
+are counted from the first one that some query of the sequence sees to the last; what lies outside,
+a neighbouring sequence included, arrives as zeros (`rows`).
 """
 
 from __future__ import annotations
@@ -15,34 +15,49 @@ from flashdig.kernels.gluon_api import (
     fence_async_shared,
     gl,
     gluon,
-    load_tile,
     mbarrier,
-    store_tile,
     wait_for_tile_stores,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
+from flashdig.kernels.hopper.columns import (
+    blocks_of,
+    finished_output,
+    load_blocks,
+    new_block_ring,
+    new_output,
+    new_tiles,
+    put_blocks,
+    release_blocks,
+    same_blocks,
+    scaled,
+    start_output,
+    start_scores,
+    store_blocks,
+    take_blocks,
+    tile_at,
+    to_shared,
+)
 from flashdig.kernels.hopper.problem import LOG2_E, Problem, final_scores, key_tiles, masked
-from flashdig.kernels.hopper.ring import as_block_of, new_ring, put, release, take
+from flashdig.kernels.hopper.rows import Rows, rows_in_sections
 from flashdig.kernels.hopper.softmax import online_softmax, thread_sums
+from flashdig.kernels.triton.sequences import rows_of_program, seen_keys
 
 LN_2 = gl.constexpr(0.6931471805599453)
 ROWS = gl.constexpr(64)  # of a warpgroup's tile
 
 
 @gluon.jit
-def _produce(q_desc, k_desc, v_desc, q_smem, q_full, keys, values, at, start_m, first, end):
-    batch, head, head_kv = at
-    CONSUMERS: gl.constexpr = q_smem.shape[0]
-    BLOCK_N: gl.constexpr = k_desc.block_type.shape[2]
+def _produce(q_descs, k_descs, v_descs, q_tiles, q_full, keys, values, at, start_m, first, end):
+    query_rows, key_rows = at
+    CONSUMERS: gl.constexpr = q_tiles[0].shape[0]
+    BLOCK_N: gl.constexpr = keys.tiles[0].shape[1]
     for c in gl.static_range(CONSUMERS):
-        mbarrier.expect(q_full.index(c), q_desc.block_type.nbytes)
-        tile = as_block_of(q_smem.index(c), q_desc)
-        load_tile(q_desc, [batch, head, start_m + c * ROWS, 0], q_full.index(c), tile)
+        tile = tile_at(q_tiles, c)
+        load_blocks(q_descs, query_rows, start_m + c * ROWS, q_full.index(c), tile)
     for step in range(end - first):
         start_n = (end - 1 - step) * BLOCK_N
-        put(keys, step, k_desc, batch, head_kv, start_n)
-        put(values, step, v_desc, batch, head_kv, start_n)
+        put_blocks(keys, step, k_descs, key_rows, start_n)
+        put_blocks(values, step, v_descs, key_rows, start_n)
 
 
 @gluon.jit
@@ -58,15 +73,14 @@ def _settled(p):
 def _walk(state, q, keys, values, zeros, problem, rows, begin, stop, end, MASKED: gl.constexpr):
     """Steps begin..stop of the walk; step i meets key tile end - 1 - i. P V lags one step."""
     out, row_max, row_sums, p = state
-    out_rows: gl.constexpr = gl.SliceLayout(1, out.type.layout)
     BLOCK_N: gl.constexpr = zeros.shape[1]
     for step in range(begin, stop):
-        k = take(keys, step).permute((1, 0))
-        scores_started = warpgroup_mma(q, k, zeros, use_acc=False, is_async=True)
-        v = take(values, step - 1)
-        out_started = warpgroup_mma(p, v, out, is_async=True)
-        scores = warpgroup_mma_wait(1, deps=(scores_started,))
-        release(keys, step)
+        k = take_blocks(keys, step)
+        scores_started = start_scores(q, k, zeros)
+        v = take_blocks(values, step - 1)
+        out_started = start_output(p, v, out)
+        scores = warpgroup_mma_wait(len(out), deps=(scores_started,))
+        release_blocks(keys, step)
         start_n = (end - 1 - step) * BLOCK_N
         scores = final_scores(scores, problem, rows, start_n)
         if MASKED:
@@ -75,51 +89,52 @@ def _walk(state, q, keys, values, zeros, problem, rows, begin, stop, end, MASKED
             scores, row_max, row_sums, problem.exp_factor, MASKED
         )
         p_next = gl.convert_layout(probs.to(p.dtype), p.type.layout)
-        out, _ = warpgroup_mma_wait(0, deps=(out_started, p))
-        release(values, step - 1)
+        out = finished_output(out_started, p)
+        release_blocks(values, step - 1)
         p = p_next
-        out = out * gl.convert_layout(rescale, out_rows)[:, None]
+        out = scaled(out, rescale)
     return out, row_max, row_sums, p
 
 
 @gluon.jit
 def _consume(
-    out_desc,
+    out_descs,
     lse_ptr,
     sinks_ptr,
-    q_smem,
+    q_tiles,
+    out_tiles,
     q_full,
     keys,
     values,
     problem,
-    at,
+    query_rows,
+    group_size,
     start_m,
     tiles,
     CONSUMER: gl.constexpr,
 ):
-    batch, head, _ = at
     first, full_first, full_end, end = tiles
-    dtype: gl.constexpr = q_smem.dtype
-    BLOCK_N: gl.constexpr = keys.tiles.shape[1]
-    HEAD_DIM: gl.constexpr = values.tiles.shape[2]
+    GROUP: gl.constexpr = query_rows.GROUP
+    dtype: gl.constexpr = q_tiles[0].dtype
+    BLOCK_N: gl.constexpr = keys.tiles[0].shape[1]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
-    o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
 
-    rows = start_m + CONSUMER * ROWS + gl.arange(0, ROWS, s_rows)
+    start_row = start_m + CONSUMER * ROWS
+    tile_rows = gl.arange(0, ROWS, s_rows)
+    rows = start_row // GROUP + tile_rows // GROUP
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)
-    out = gl.zeros([ROWS, HEAD_DIM], gl.float32, o_layout)
+    out = new_output(values.tiles, ROWS)
+    o_layout: gl.constexpr = out[0].type.layout
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     row_max = gl.full([ROWS], float("-inf"), gl.float32, s_rows)
-    q = q_smem.index(CONSUMER)
+    q = tile_at(q_tiles, CONSUMER)
 
     # the first tile: nothing to multiply with V yet
     mbarrier.wait(q_full.index(CONSUMER), 0)
-    k = take(keys, 0).permute((1, 0))
-    scores_started = warpgroup_mma(q, k, zeros, use_acc=False, is_async=True)
+    scores_started = start_scores(q, take_blocks(keys, 0), zeros)
     scores = warpgroup_mma_wait(0, deps=(scores_started,))
-    release(keys, 0)
+    release_blocks(keys, 0)
     start_n = (end - 1) * BLOCK_N
     scores = masked(final_scores(scores, problem, rows, start_n), problem, rows, start_n)
     probs, _, row_max, row_sums = online_softmax(
@@ -148,37 +163,55 @@ def _consume(
             q, keys, values, zeros, problem, rows, full_stop, steps, end, True,
         )  # fmt: skip
 
-    v = take(values, steps - 1)
-    out_started = warpgroup_mma(p, v, out, is_async=True)
+    v = take_blocks(values, steps - 1)
+    out_started = start_output(p, v, out)
     row_sum = gl.convert_layout(gl.sum(row_sums, 1), s_rows)
     divisor_factor = gl.full([ROWS], 1.0, gl.float32, s_rows)
+    group_head = tile_rows % GROUP
+    known = (rows < problem.seqlen_q) & (group_head < group_size)
     if sinks_ptr is not None:
-        sink = gl.load(sinks_ptr + head).to(gl.float32) * LOG2_E
+        if GROUP > 1:
+            sink = gl.load(sinks_ptr + group_head, mask=known, other=0.0).to(gl.float32) * LOG2_E
+        else:
+            sink = gl.load(sinks_ptr).to(gl.float32) * LOG2_E
         with_sink = gl.maximum(row_max, sink)
         shift = gl.where(with_sink == float("-inf"), 0.0, with_sink)
         divisor_factor = gl.exp2(row_max - shift)
         row_sum = row_sum * divisor_factor + gl.exp2(sink - shift)
         row_max = with_sink
     divisor = gl.where(row_sum == 0.0, 1.0, row_sum)
-    gl.store(lse_ptr + rows, (row_max + gl.log2(divisor)) * LN_2, mask=rows < problem.seqlen_q)
-    factor = divisor_factor / divisor
-    out, _ = warpgroup_mma_wait(0, deps=(out_started, p))
-    out = out * gl.convert_layout(factor, o_rows)[:, None]
+    lse_ptrs = lse_ptr + rows
+    if GROUP > 1:
+        lse_ptrs += group_head * problem.seqlen_q
+    gl.store(lse_ptrs, (row_max + gl.log2(divisor)) * LN_2, mask=known)
+    out = scaled(finished_output(out_started, p), divisor_factor / divisor)
 
-    # through Q's buffer, which nothing reads any more; rows past seqlen_q are not written
-    q.store(out.to(dtype))
+    # rows past the last one are not written
+    out_tile = tile_at(out_tiles, CONSUMER)
+    to_shared(out, out_tile)
     fence_async_shared()
-    row = start_m + CONSUMER * ROWS
-    store_tile(out_desc, [batch, head, row, 0], as_block_of(q, out_desc))
+    store_blocks(out_descs, query_rows, start_row, out_tile)
     wait_for_tile_stores(0)
 
 
 def kernel_name(specialization):
     c = specialization.constants
     dtype = "bf16" if "bf16" in specialization.signature["q_desc"] else "fp16"
-    mask = "window" if c["LEFT"] else "causal" if c["RIGHT"] else "full"
-    tile = f"m{64 * c['CONSUMERS']}n{c['BLOCK_N']}"
-    return f"flashdig_hopper_forward_{dtype}_d{c['HEAD_DIM']}_{tile}_{mask}"
+    head_dim = f"d{c['HEAD_DIM']}"
+    if c["HEAD_DIM_V"] != c["HEAD_DIM"]:
+        head_dim += f"v{c['HEAD_DIM_V']}"
+    parts = [f"flashdig_hopper_forward_{dtype}_{head_dim}_m{64 * c['CONSUMERS']}n{c['BLOCK_N']}"]
+    parts.append("window" if c["LEFT"] else "causal" if c["RIGHT"] else "full")
+    for there, word in (
+        (c["PACKED"], "varlen"),
+        (c["GROUP"] > 1, "grouped"),
+        (c["SOFTCAP"], "softcap"),
+        (specialization.signature["slopes_ptr"] != "constexpr", "alibi"),
+        (specialization.signature["sinks_ptr"] != "constexpr", "sinks"),
+    ):
+        if there:
+            parts.append(word)
+    return "_".join(parts)
 
 
 @gluon.jit(
@@ -200,12 +233,20 @@ def kernel_name(specialization):
 )
 def flashdig_hopper_forward(
     q_desc,
+    q_rest_desc,
     k_desc,
+    k_rest_desc,
     v_desc,
+    v_rest_desc,
     out_desc,
+    out_rest_desc,
     lse_ptr,
     slopes_ptr,
     sinks_ptr,
+    cu_seqlens_q_ptr,
+    cu_seqlens_k_ptr,
+    seqused_q_ptr,
+    seqused_k_ptr,
     batch_size,
     num_heads,
     group_size,
@@ -219,41 +260,63 @@ def flashdig_hopper_forward(
     softcap,
     stride_slopes_b,
     HEAD_DIM: gl.constexpr,
+    HEAD_DIM_V: gl.constexpr,
     CONSUMERS: gl.constexpr,
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
     REGISTERS: gl.constexpr,
+    PACKED: gl.constexpr,
+    GROUP: gl.constexpr,
     TOP_LEFT: gl.constexpr,
     LEFT: gl.constexpr,
     RIGHT: gl.constexpr,
     SOFTCAP: gl.constexpr,
 ):
-    dtype: gl.constexpr = q_desc.dtype
     BLOCK_M: gl.constexpr = ROWS * CONSUMERS
-    tile_q: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, HEAD_DIM], dtype)
-    q_smem = gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, HEAD_DIM], tile_q)
+    q_descs = blocks_of(q_desc, q_rest_desc)
+    k_descs = blocks_of(k_desc, k_rest_desc)
+    v_descs = blocks_of(v_desc, v_rest_desc)
+    out_descs = blocks_of(out_desc, out_rest_desc)
+    q_tiles = new_tiles(q_descs, CONSUMERS, ROWS)
+    if same_blocks(q_descs, out_descs):
+        out_tiles = q_tiles  # nothing reads Q any more when the output is there
+    else:
+        out_tiles = new_tiles(out_descs, CONSUMERS, ROWS)
     q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
     for c in gl.static_range(CONSUMERS):
         mbarrier.init(q_full.index(c), count=1)
-    keys = new_ring(dtype, BLOCK_N, HEAD_DIM, STAGES, CONSUMERS)
-    values = new_ring(dtype, BLOCK_N, HEAD_DIM, STAGES, CONSUMERS)
+    keys = new_block_ring(k_descs, BLOCK_N, STAGES, CONSUMERS)
+    values = new_block_ring(v_descs, BLOCK_N, STAGES, CONSUMERS)
     fence_async_shared()
 
-    # `heads_together` heads share the L2 cache; within them the longest rows come first
-    tiles_m = gl.cdiv(seqlen_q, BLOCK_M)
-    program = gl.program_id(0)
-    section = program // (tiles_m * heads_together)
-    inside = program % (tiles_m * heads_together)
-    section_heads = gl.minimum(heads_together, batch_size * num_heads - section * heads_together)
-    batch_head = section * heads_together + inside % section_heads
-    batch = batch_head // num_heads
-    head = batch_head % num_heads
-    start_m = (tiles_m - 1 - inside // section_heads) * BLOCK_M
-    lse_ptr += batch_head.to(gl.int64) * seqlen_q
+    if PACKED:
+        batch, head, start_m, first_q, first_k, seqlen_q, seqlen_k, statistics = rows_of_program(
+            cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_q_ptr, seqused_k_ptr,
+            batch_size, num_heads, seqlen_q, seqlen_k, BLOCK_M, True, RIGHT,
+        )  # fmt: skip
+    else:
+        batch, head, start_m = rows_in_sections(
+            batch_size, num_heads, seqlen_q * GROUP, heads_together, BLOCK_M
+        )
+        first_q = start_m * 0
+        first_k = start_m * 0
+        statistics = (batch * num_heads + head).to(gl.int64) * seqlen_q
+        if GROUP > 1:
+            statistics = (batch * num_heads + head) * group_size.to(gl.int64) * seqlen_q
+    head_kv = head if GROUP > 1 else head // group_size
+    lse_ptr += statistics
+    if sinks_ptr is not None:
+        sinks_ptr += head * group_size if GROUP > 1 else head
 
     offset = seqlen_k - seqlen_q
     if TOP_LEFT:
         offset = offset * 0
+    # nothing is loaded but the keys that some query sees
+    key_begin, key_end = seen_keys(seqlen_q, seqlen_k, offset, left, right, LEFT, RIGHT)
+    seqlen_k = key_end - key_begin
+    offset -= key_begin
+    query_rows = Rows(batch, head, first_q, seqlen_q, PACKED, GROUP)
+    key_rows = Rows(batch, head_kv, first_k + key_begin, seqlen_k, PACKED, 1)
     ALIBI: gl.constexpr = slopes_ptr is not None
     slope = score_factor * 0.0
     if ALIBI:
@@ -262,29 +325,35 @@ def flashdig_hopper_forward(
         seqlen_q, seqlen_k, offset, left, right, score_factor, exp_factor, softcap, slope,
         LEFT, RIGHT, SOFTCAP, ALIBI,
     )  # fmt: skip
-    first, full_first, full_end, end = key_tiles(problem, start_m, BLOCK_M, BLOCK_N)
-    at = (batch, head, head // group_size)
+    first, full_first, full_end, end = key_tiles(
+        problem, start_m // GROUP, BLOCK_M // GROUP, BLOCK_N
+    )
 
     # the tuples stand inside the calls: bound to a name, their constants would become tensors
     # fmt: off
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (_consume, (out_desc, lse_ptr, sinks_ptr, q_smem, q_full, keys, values, problem, at,
-                        start_m, (first, full_first, full_end, end), 0)),
-            (_consume, (out_desc, lse_ptr, sinks_ptr, q_smem, q_full, keys, values, problem, at,
-                        start_m, (first, full_first, full_end, end), 1)),
-            (_produce, (q_desc, k_desc, v_desc, q_smem, q_full, keys, values, at, start_m, first,
-                        end)),
+            (_consume, (out_descs, lse_ptr, sinks_ptr, q_tiles, out_tiles, q_full, keys, values,
+                        problem, query_rows, group_size, start_m,
+                        (first, full_first, full_end, end), 0)),
+            (_consume, (out_descs, lse_ptr, sinks_ptr, q_tiles, out_tiles, q_full, keys, values,
+                        problem, query_rows, group_size, start_m,
+                        (first, full_first, full_end, end), 1)),
+            (_produce, (q_descs, k_descs, v_descs, q_tiles, q_full, keys, values,
+                        (query_rows, key_rows), start_m, first, end)),
         ], [4, 1], [REGISTERS, 24])
     else:
         gl.warp_specialize([
-            (_consume, (out_desc, lse_ptr, sinks_ptr, q_smem, q_full, keys, values, problem, at,
-                        start_m, (first, full_first, full_end, end), 0)),
-            (_consume, (out_desc, lse_ptr, sinks_ptr, q_smem, q_full, keys, values, problem, at,
-                        start_m, (first, full_first, full_end, end), 1)),
-            (_consume, (out_desc, lse_ptr, sinks_ptr, q_smem, q_full, keys, values, problem, at,
-                        start_m, (first, full_first, full_end, end), 2)),
-            (_produce, (q_desc, k_desc, v_desc, q_smem, q_full, keys, values, at, start_m, first,
-                        end)),
+            (_consume, (out_descs, lse_ptr, sinks_ptr, q_tiles, out_tiles, q_full, keys, values,
+                        problem, query_rows, group_size, start_m,
+                        (first, full_first, full_end, end), 0)),
+            (_consume, (out_descs, lse_ptr, sinks_ptr, q_tiles, out_tiles, q_full, keys, values,
+                        problem, query_rows, group_size, start_m,
+                        (first, full_first, full_end, end), 1)),
+            (_consume, (out_descs, lse_ptr, sinks_ptr, q_tiles, out_tiles, q_full, keys, values,
+                        problem, query_rows, group_size, start_m,
+                        (first, full_first, full_end, end), 2)),
+            (_produce, (q_descs, k_descs, v_descs, q_tiles, q_full, keys, values,
+                        (query_rows, key_rows), start_m, first, end)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])
     # fmt: on

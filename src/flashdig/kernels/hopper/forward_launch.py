@@ -2,95 +2,227 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from flashdig.kernels.gluon_api import gl
+from flashdig.kernels.hopper.descriptors import descriptors, padded, taken_by_tma
 from flashdig.kernels.hopper.forward import flashdig_hopper_forward
+from flashdig.kernels.triton.arguments import LOG2_E, Call, check_grid, prepared
 
-LOG2_E = 1.4426950408889634
-# head_dim -> (consumer warpgroups, keys of a tile, buffers of K and of V, registers of a consumer)
-TILES = {64: (3, 128, 2, 160), 128: (2, 128, 2, 240), 256: (2, 64, 2, 240)}
+ROWS = 64  # of a consumer warpgroup
 # bytes of K and V that may share the L2 cache between the rows of one causal section
 L2_BYTES = 32 * 2**20
+# heads that share keys go into one tile where that leaves less than so many tiles
+GROUPED_BELOW = 0.9
 
 
-def hopper_forward(
+@dataclass(frozen=True)
+class Tile:
+    """How a block walks.
+
+    Attributes:
+        consumers: warpgroups of 64 query rows.
+        block_n: keys of a tile.
+        stages: buffers of K and of V.
+        registers: of a consumer's thread.
+    """
+
+    consumers: int
+    block_n: int
+    stages: int
+    registers: int
+
+
+# (head_dim, head_dim_v), padded -> tile; any other pair takes that of its wider one
+TILES = {
+    (64, 64): Tile(3, 128, 2, 160),
+    (96, 96): Tile(2, 128, 2, 240),
+    (128, 128): Tile(2, 128, 2, 240),
+    (192, 128): Tile(2, 128, 2, 240),
+    (192, 192): Tile(2, 64, 3, 240),
+    (256, 256): Tile(2, 64, 2, 240),
+}
+
+
+def tile_of(head_dim: int, head_dim_v: int) -> Tile:
+    """The tile of a pair of widths, of at most 256 each."""
+    widths = padded(head_dim), padded(head_dim_v)
+    widest = max(widths)
+    return TILES.get(widths) or TILES[widest, widest]
+
+
+def attention_forward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    bias: torch.Tensor | None,
     alibi_slopes: torch.Tensor | None,
     sinks: torch.Tensor | None,
+    dropout_seed: torch.Tensor | None,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor | None,
+    seqused_q: torch.Tensor | None,
+    seqused_k: torch.Tensor | None,
     *,
     softmax_scale: float,
     softcap: float,
+    dropout_p: float,
     window_left: int,
     window_right: int,
     top_left: bool,
-    tiles: tuple[int, int, int, int] | None = None,
+    allow_tf32: bool,
+    out_dtype: torch.dtype | None = None,
+    config: Tile | None = None,
+    grouped: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One launch of `flashdig_hopper_forward`.
+    """One launch of `flashdig_hopper_forward`; the arguments and results are those of
+    `flashdig.kernels.triton.forward.attention_forward`, but for what `dispatch` keeps from here.
 
     Args:
-        q, k, v: dense (batch, seqlen, heads, head_dim), float16 or bfloat16, one head_dim of
-            `TILES`, strides and addresses that TMA can take; no size is zero.
-        softmax_scale: above zero.
-        window_left, window_right: keys seen on each side of the diagonal; -1 is unlimited.
-        tiles: an entry other than that of `TILES`.
+        q, k, v: float16 or bfloat16; copied where their strides or addresses are none that TMA
+            takes.
+        config: a tile other than that of `TILES`.
+        grouped: query heads that share keys go into one tile (dense input without ALiBi only);
+            None decides by the lengths.
 
-    Returns: out as q, and lse (batch, num_heads, seqlen_q) in float32.
+    Raises ValueError for a bias, for dropout, and for an out_dtype other than that of q.
     """
-    batch, seqlen_q, num_heads, head_dim = q.shape
-    seqlen_k, num_heads_kv = k.shape[1:3]
-    consumers, block_n, stages, registers = tiles or TILES[head_dim]
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    lse = torch.empty((batch, num_heads, seqlen_q), dtype=torch.float32, device=q.device)
-    scaled = softcap > 0.0 or alibi_slopes is not None
-    score_factor = softmax_scale / softcap if softcap > 0.0 else softmax_scale
-    together = 1
-    if window_right >= 0:
-        head_bytes = 2 * seqlen_k * head_dim * k.element_size()
-        together = max(1, min(batch * num_heads, L2_BYTES // head_bytes))
-    tiles_m = triton.cdiv(seqlen_q, 64 * consumers)
-    flashdig_hopper_forward[(tiles_m * batch * num_heads,)](
-        _tiles_of(q, 64),
-        _tiles_of(k, block_n),
-        _tiles_of(v, block_n),
-        _tiles_of(out, 64),
-        lse,
+    if bias is not None or dropout_p > 0.0 or out_dtype not in (None, q.dtype):
+        raise ValueError("the Hopper forward takes no bias, no dropout_p and no out_dtype")
+    if softmax_scale <= 0.0 and softcap == 0.0 and alibi_slopes is None:
+        # the kernel's maximum is one of unscaled scores
+        q, softmax_scale = q * float(-(softmax_scale < 0.0)), abs(softmax_scale) or 1.0
+    call = prepared(
+        taken_by_tma(q),
+        taken_by_tma(k),
+        taken_by_tma(v),
+        None,
         alibi_slopes,
         sinks,
-        batch,
-        num_heads,
-        num_heads // num_heads_kv,
-        seqlen_q,
-        seqlen_k,
-        together,
-        max(window_left, 0),
-        max(window_right, 0),
-        score_factor,
-        LOG2_E if scaled else softmax_scale * LOG2_E,
-        softcap,
-        alibi_slopes.stride(0) if alibi_slopes is not None and alibi_slopes.dim() == 2 else 0,
-        HEAD_DIM=head_dim,
-        CONSUMERS=consumers,
-        BLOCK_N=block_n,
-        STAGES=stages,
-        REGISTERS=registers,
-        TOP_LEFT=top_left,
-        LEFT=window_left >= 0,
-        RIGHT=window_right >= 0,
-        SOFTCAP=softcap > 0.0,
-        num_warps=4,
+        None,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        seqused_q,
+        seqused_k,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        dropout_p=0.0,
+        window_left=window_left,
+        window_right=window_right,
+        top_left=top_left,
+        allow_tf32=allow_tf32,
     )
+    shape = (*q.shape[:-1], v.shape[-1])
+    if call.empty:
+        return _without_keys(call, shape, q.dtype)
+    if call.packed:  # slack rows belong to no program
+        out = torch.zeros(shape, dtype=q.dtype, device=q.device)
+        lse = torch.full(call.lse_shape, float("-inf"), device=q.device)
+    else:
+        out = torch.empty(shape, dtype=q.dtype, device=q.device)
+        lse = torch.empty(call.lse_shape, dtype=torch.float32, device=q.device)
+    tile = config or tile_of(call.head_dim, call.head_dim_v)
+    if grouped is None:
+        grouped = worth_grouping(call, tile)
+    _launch(call, out, lse, tile, call.num_heads // call.num_heads_kv if grouped else 1)
     return out, lse
 
 
-def _tiles_of(x: torch.Tensor, rows: int) -> TensorDescriptor:
-    """A descriptor of (batch, heads, seqlen, head_dim) that copies tiles of rows."""
-    block = [1, 1, rows, x.shape[3]]
-    dtype = gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16
-    layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
-    seen = x.transpose(1, 2)
-    return TensorDescriptor(seen, list(seen.shape), list(seen.stride()), block, layout)
+def _without_keys(
+    call: Call, shape: tuple[int, ...], dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows that see nothing: out 0; lse -inf, or the sink's logit."""
+    out = torch.zeros(shape, dtype=dtype, device=call.q.device)
+    lse = torch.full(call.lse_shape, float("-inf"), device=call.q.device)
+    if call.sinks is not None and not call.packed:
+        lse = lse.copy_(call.sinks.float()[:, None])
+    return out, lse
+
+
+def worth_grouping(call: Call, tile: Tile) -> bool:
+    """Whether a tile of all heads that share keys wastes fewer rows than a tile of one head."""
+    group = call.num_heads // call.num_heads_kv
+    if group == 1 or group > ROWS or call.packed or call.alibi_slopes is not None:
+        return False
+    block_m = ROWS * tile.consumers
+    together = triton.cdiv(call.seqlen_q * triton.next_power_of_2(group), block_m)
+    apart = triton.cdiv(call.seqlen_q, block_m) * group
+    return together < GROUPED_BELOW * apart
+
+
+def _launch(call: Call, out: torch.Tensor, lse: torch.Tensor, tile: Tile, group: int) -> None:
+    """`group`: query heads of a tile."""
+    heads = call.num_heads // group
+    group_rows = triton.next_power_of_2(group)
+    block_m = ROWS * tile.consumers
+    if call.packed:
+        programs = call.row_slots(block_m) * heads
+        seen = None
+    else:
+        programs = triton.cdiv(call.seqlen_q * group_rows, block_m) * heads * call.batch
+        seen = _keys_seen(call)
+    slopes = call.alibi_slopes
+    flashdig_hopper_forward[(check_grid(programs),)](
+        *descriptors(call.q, ROWS, group=group),
+        *descriptors(call.k, tile.block_n, seqlen=seen),
+        *descriptors(call.v, tile.block_n, seqlen=seen),
+        *descriptors(out, ROWS, group=group),
+        lse,
+        slopes,
+        call.sinks,
+        call.cu_seqlens_q,
+        call.cu_seqlens_k,
+        call.seqused_q,
+        call.seqused_k,
+        call.batch,
+        heads,
+        call.num_heads // call.num_heads_kv,
+        call.seqlen_q,
+        call.seqlen_k,
+        _heads_together(call, heads),
+        max(call.window_left, 0),
+        max(call.window_right, 0),
+        *_factors(call),
+        call.softcap,
+        slopes.stride(0) if slopes is not None and slopes.dim() == 2 else 0,
+        HEAD_DIM=call.head_dim,
+        HEAD_DIM_V=call.head_dim_v,
+        CONSUMERS=tile.consumers,
+        BLOCK_N=tile.block_n,
+        STAGES=tile.stages,
+        REGISTERS=tile.registers,
+        PACKED=call.packed,
+        GROUP=group_rows,
+        TOP_LEFT=call.top_left,
+        LEFT=call.window_left >= 0,
+        RIGHT=call.window_right >= 0,
+        SOFTCAP=call.softcap > 0.0,
+        num_warps=4,
+    )
+
+
+def _keys_seen(call: Call) -> int:
+    """Keys up to the last one that some query of a dense call sees; at least one."""
+    if call.window_right < 0:
+        return call.seqlen_k
+    offset = 0 if call.top_left else call.seqlen_k - call.seqlen_q
+    return min(call.seqlen_k, call.seqlen_q + offset + call.window_right)
+
+
+def _heads_together(call: Call, heads: int) -> int:
+    """Heads whose rows are walked together, so that their K and V stay in the L2 cache."""
+    if call.packed or call.window_right < 0:
+        return 1
+    head_bytes = call.seqlen_k * (call.head_dim + call.head_dim_v) * call.k.element_size()
+    return max(1, min(call.batch * heads, L2_BYTES // head_bytes))
+
+
+def _factors(call: Call) -> tuple[float, float]:
+    """(score_factor, exp_factor) of `problem.Problem`."""
+    if call.softcap > 0.0:
+        return call.softmax_scale / call.softcap, LOG2_E
+    if call.alibi_slopes is not None:
+        return call.softmax_scale, LOG2_E
+    return call.softmax_scale, call.softmax_scale * LOG2_E

@@ -29,8 +29,14 @@ def new_ring(
     CONSUMERS: gl.constexpr,
 ):
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, COLUMNS], dtype)
-    barrier: gl.constexpr = mbarrier.MBarrierLayout()
     tiles = gl.allocate_shared_memory(dtype, [STAGES, ROWS, COLUMNS], layout)
+    return ring_of(tiles, STAGES, CONSUMERS)
+
+
+@gluon.jit
+def ring_of(tiles, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
+    """A ring of buffers that are there."""
+    barrier: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     for stage in gl.static_range(STAGES):
@@ -48,11 +54,18 @@ def as_block_of(tile, desc):
 @gluon.jit
 def put(ring, step, desc, batch, head, row):
     """Producer: start copying tile number `step` of a walk, once its buffer is empty."""
+    full = wait_until_empty(ring, step)
+    mbarrier.expect(full, desc.block_type.nbytes)
+    tile = as_block_of(ring.tiles.index(step % ring.STAGES), desc)
+    load_tile(desc, [batch, head, row, 0], full, tile)
+
+
+@gluon.jit
+def wait_until_empty(ring, step):
+    """Producer: the barrier of tile number `step`'s buffer, once nobody reads the buffer."""
     stage = step % ring.STAGES
     mbarrier.wait(ring.empty.index(stage), ((step // ring.STAGES) & 1) ^ 1)
-    mbarrier.expect(ring.full.index(stage), desc.block_type.nbytes)
-    tile = as_block_of(ring.tiles.index(stage), desc)
-    load_tile(desc, [batch, head, row, 0], ring.full.index(stage), tile)
+    return ring.full.index(stage)
 
 
 @gluon.jit

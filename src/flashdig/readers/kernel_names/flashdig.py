@@ -24,6 +24,7 @@ from flashdig.readers.kernel_names.symbol import Symbol
 
 _FEATURES = {
     "varlen": "packed",
+    "grouped": "heads that share keys in one tile",
     "softcap": "softcap",
     "alibi": "ALiBi",
     "sinks": "sinks",

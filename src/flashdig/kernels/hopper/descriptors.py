@@ -1,0 +1,97 @@
+"""TMA descriptors of attention's tensors: in which form each tensor is taken, and its blocks.
+
+Host code. The forms are those of `rows`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from flashdig.kernels.gluon_api import gl
+
+# head_dim up to so much -> widths of its column blocks; what a tensor lacks arrives as zeros
+BLOCKS = {64: (64, 0), 96: (64, 32), 128: (128, 0), 192: (128, 64), 256: (256, 0)}
+TURN = 1 << 30
+_UNBOUNDED = 0x7FFF0000
+_ALIGNMENT = 16  # bytes, of addresses and strides
+
+
+def padded(head_dim: int) -> int:
+    """The head_dim that a kernel is compiled for.
+
+    Raises ValueError above 256.
+    """
+    for width in BLOCKS:
+        if head_dim <= width:
+            return width
+    raise ValueError(f"head_dim must be at most {max(BLOCKS)}, got {head_dim}")
+
+
+def taken_by_tma(x: torch.Tensor) -> torch.Tensor:
+    """x, or a copy of it where its address or strides are none that TMA takes."""
+    unit = _ALIGNMENT // x.element_size()
+    strides = [s for s, n in zip(x.stride()[:-1], x.shape[:-1], strict=True) if n > 1]
+    fits = all(s % unit == 0 and 0 <= s < 2**40 // x.element_size() for s in strides)
+    if fits and x.stride(-1) == 1 and x.data_ptr() % _ALIGNMENT == 0:
+        return x
+    return x.contiguous() if not x.is_contiguous() else x.clone()
+
+
+def descriptors(
+    x: torch.Tensor, tile_rows: int, *, seqlen: int | None = None, group: int = 1
+) -> tuple[TensorDescriptor, TensorDescriptor | None]:
+    """One for each column block of x; None where there is one block.
+
+    Args:
+        x: dense (batch, seqlen, heads, head_dim) or packed (total, heads, head_dim).
+        tile_rows: rows that are copied at once.
+        seqlen: rows of a dense x that are there; None is all.
+        group: query heads that share a KV head, to be copied together; dense x only.
+    """
+    form = _packed if x.dim() == 3 else _dense if group == 1 else _grouped
+    shape, strides, block = form(x, tile_rows, seqlen, group)
+    first, rest = BLOCKS[padded(x.shape[-1])]
+    made = [_descriptor(x, shape, strides, [*block, width]) for width in (first, rest) if width]
+    return made[0], made[1] if rest else None
+
+
+Form = tuple[list[int], list[int], list[int]]
+
+
+def _dense(x: torch.Tensor, tile_rows: int, seqlen: int | None, group: int) -> Form:
+    batch, rows, heads, head_dim = x.shape
+    of_batch, of_row, of_head, _ = _strides(x)
+    shape = [batch, heads, rows if seqlen is None else seqlen, head_dim]
+    return shape, [of_batch, of_head, of_row, 1], [1, 1, tile_rows]
+
+
+def _grouped(x: torch.Tensor, tile_rows: int, seqlen: int | None, group: int) -> Form:
+    batch, rows, heads, head_dim = x.shape
+    of_batch, of_row, of_head, _ = _strides(x)
+    together = triton.next_power_of_2(group)
+    shape = [batch, heads // group, rows if seqlen is None else seqlen, group, head_dim]
+    strides = [of_batch, of_head * group, of_row, of_head, 1]
+    return shape, strides, [1, 1, tile_rows // together, together]
+
+
+def _packed(x: torch.Tensor, tile_rows: int, seqlen: int | None, group: int) -> Form:
+    _, heads, head_dim = x.shape
+    of_row, of_head, _ = _strides(x)
+    shape = [_UNBOUNDED, _UNBOUNDED, heads, TURN, head_dim]
+    return shape, [2**34 - of_row, of_row, of_head, of_row, 1], [1, 1, 1, tile_rows]
+
+
+def _strides(x: torch.Tensor) -> list[int]:
+    """Those of x, with one that TMA takes where a dimension has one element."""
+    unit = _ALIGNMENT // x.element_size()
+    return [s if n > 1 else unit for s, n in zip(x.stride(), x.shape, strict=True)]
+
+
+def _descriptor(
+    x: torch.Tensor, shape: list[int], strides: list[int], block: list[int]
+) -> TensorDescriptor:
+    dtype = gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16
+    layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
+    return TensorDescriptor(x, shape, strides, block, layout)

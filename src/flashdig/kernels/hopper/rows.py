@@ -1,0 +1,87 @@
+"""Where the rows of one sequence and head lie, and how a tile of them is copied. Device code.
+
+Three kinds of descriptors (`descriptors` makes them):
+
+    dense     (batch, head, row, column)
+    grouped   (batch, head_kv, row, head of the group, column): a tile's rows are the query heads
+              that share keys, for each query in turn
+    packed    (turn, end, head, row, column): rows past the sequence's end count as outside the
+              tensor, so they arrive as zeros and are never written, whatever lies behind them. An
+              address is turn * (2**34 - stride) + (end + row) * stride elements; with turn = 2**30
+              the first term is -2**30 * stride in 64 bits, so that row 2**30 - length + i, which
+              the descriptor bounds by 2**30, is row i of the sequence
+"""
+
+from flashdig.kernels.gluon_api import aggregate, gl, gluon, load_tile, store_tile
+from flashdig.kernels.hopper.ring import as_block_of
+
+TURN = gl.constexpr(1 << 30)
+
+
+@aggregate
+class Rows:
+    """Rows of one sequence and head.
+
+    Attributes:
+        batch, head: of a dense descriptor; `head` is the KV head of a grouped one.
+        first: the row of the tensor that is row 0 here.
+        length: rows that there are.
+        GROUP: rows of a tile that belong to one query: heads of its group, up to a power of two.
+    """
+
+    batch: gl.tensor
+    head: gl.tensor
+    first: gl.tensor
+    length: gl.tensor
+    PACKED: gl.constexpr
+    GROUP: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, batch, head, first, length, PACKED, GROUP):
+        self.batch = batch
+        self.head = head
+        self.first = first
+        self.length = length
+        self.PACKED = gl.constexpr(PACKED)
+        self.GROUP = gl.constexpr(GROUP)
+
+
+@gluon.jit
+def load_rows(desc, rows, row, COLUMN: gl.constexpr, barrier, tile):
+    """Start copying a tile from `row` and COLUMN on; `barrier` counts its bytes."""
+    block = as_block_of(tile, desc)
+    if rows.PACKED:
+        end = rows.first + rows.length
+        load_tile(desc, [TURN, end, rows.head, TURN - rows.length + row, COLUMN], barrier, block)
+    elif rows.GROUP > 1:
+        place = [rows.batch, rows.head, rows.first + row // rows.GROUP, 0, COLUMN]
+        load_tile(desc, place, barrier, block)
+    else:
+        load_tile(desc, [rows.batch, rows.head, rows.first + row, COLUMN], barrier, block)
+
+
+@gluon.jit
+def store_rows(desc, rows, row, COLUMN: gl.constexpr, tile):
+    """Start writing a tile from `row` and COLUMN on; rows past the last one are not written."""
+    block = as_block_of(tile, desc)
+    if rows.PACKED:
+        end = rows.first + rows.length
+        store_tile(desc, [TURN, end, rows.head, TURN - rows.length + row, COLUMN], block)
+    elif rows.GROUP > 1:
+        store_tile(desc, [rows.batch, rows.head, rows.first + row // rows.GROUP, 0, COLUMN], block)
+    else:
+        store_tile(desc, [rows.batch, rows.head, rows.first + row, COLUMN], block)
+
+
+@gluon.jit
+def rows_in_sections(batch_size, num_heads, rows, heads_together, BLOCK_M: gl.constexpr):
+    """(batch, head, start_m) of a program. `heads_together` heads share the L2 cache; within them
+    the last rows, which see most keys under causality, come first."""
+    tiles_m = gl.cdiv(rows, BLOCK_M)
+    program = gl.program_id(0)
+    section = program // (tiles_m * heads_together)
+    inside = program % (tiles_m * heads_together)
+    section_heads = gl.minimum(heads_together, batch_size * num_heads - section * heads_together)
+    batch_head = section * heads_together + inside % section_heads
+    start_m = (tiles_m - 1 - inside // section_heads) * BLOCK_M
+    return batch_head // num_heads, batch_head % num_heads, start_m
