@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flashdig import kept_calls
 from flashdig.kernels.reference import merge_partials
 from flashdig.packing import Packing
 from flashdig.problem import Causal
@@ -69,6 +70,29 @@ def attention(
     Raises:
         ValueError, TypeError: an argument is outside the above; the message names it.
     """
+    key = kept = None
+    if q_descale is None and k_descale is None and v_descale is None:
+        key = kept_calls.dense_key(
+            q,
+            k,
+            v,
+            bias,
+            alibi_slopes,
+            sinks,
+            window,
+            causal,
+            softmax_scale,
+            softcap,
+            dropout_p,
+            out_dtype,
+            deterministic,
+            return_lse,
+            backend,
+        )
+        kept = kept_calls.find(key)
+    if kept is not None:
+        out, lse = kept(q, k, v, bias, alibi_slopes, sinks, None, None, None, None)
+        return (out, lse) if return_lse else out
     options = Options(
         causal=causal,
         window=window,
@@ -84,7 +108,7 @@ def attention(
         deterministic=deterministic,
         return_lse=return_lse,
     )
-    out, lse = serve(dense_call(q, k, v, bias, options), backend)
+    out, lse = serve(dense_call(q, k, v, bias, options), backend, key)
     return (out, lse) if return_lse else out
 
 
@@ -147,6 +171,33 @@ def attention_varlen(
             are clamped, and checked only when the environment variable FLASHDIG_CHECK is 1, at the
             price of a synchronisation.
     """
+    packing = Packing(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table)
+    key = kept = None
+    if q_descale is None and k_descale is None and v_descale is None:
+        key = kept_calls.packed_key(
+            q,
+            k,
+            v,
+            packing,
+            alibi_slopes,
+            sinks,
+            window,
+            max_seqlen_q,
+            max_seqlen_k,
+            causal,
+            softmax_scale,
+            softcap,
+            dropout_p,
+            out_dtype,
+            deterministic,
+            return_lse,
+            backend,
+        )
+        kept = kept_calls.find(key)
+    if kept is not None:
+        lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+        out, lse = kept(q, k, v, None, alibi_slopes, sinks, *lengths)
+        return (out, lse) if return_lse else out
     options = Options(
         causal=causal,
         window=window,
@@ -162,7 +213,6 @@ def attention_varlen(
         deterministic=deterministic,
         return_lse=return_lse,
     )
-    packing = Packing(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table)
     call = packed_call(q, k, v, packing, max_seqlen_q, max_seqlen_k, options)
-    out, lse = serve(call, backend)
+    out, lse = serve(call, backend, key)
     return (out, lse) if return_lse else out

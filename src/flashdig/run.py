@@ -11,14 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from flashdig import kept_calls
 from flashdig.dispatch import Request, choose
+from flashdig.kept_calls import draw_seed
 from flashdig.kernels.reference import (
     reference_attention,
     reference_attention_varlen,
     rows_in_use,
     sequence_offsets,
 )
-from flashdig.ops.attention import attention_op
+from flashdig.ops.attention import LAUNCHERS, attention_op
 from flashdig.problem import Causal
 from flashdig.validate import Call
 
@@ -27,14 +29,22 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 Results = tuple[torch.Tensor, torch.Tensor]
 
 
-def serve(call: Call, backend: str) -> Results:
+def serve(call: Call, backend: str, key: kept_calls.Key | None = None) -> Results:
     """out and lse by the backend of that name, or the one that "auto" chooses.
+
+    A call with a `key` is kept under it where it can be served the cheap way from now on.
 
     Raises ValueError when `backend` is unknown or cannot serve the call; it says why. The lse of
     "fused_cpu" is empty: it only serves calls that want none.
     """
     chosen = choose(call.problem, request_of(call, backend), backend)
-    return _RUN[chosen.name](call, chosen.name)
+    if chosen.name not in LAUNCHERS:
+        return _RUN[chosen.name](call)
+    inputs = operator_inputs(call, chosen.name)
+    results = attention_op(*inputs)
+    if key is not None:
+        kept_calls.keep(key, inputs)
+    return results
 
 
 def request_of(call: Call, backend: str) -> Request:
@@ -62,7 +72,7 @@ def _kept_capability(device: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
-def _run_fused_cpu(call: Call, backend: str) -> Results:
+def _run_fused_cpu(call: Call) -> Results:
     # torch's kernel wants unit strides in head_dim, and refuses others
     q, k, v = (
         (x if x.stride(3) == 1 else x.contiguous()).transpose(1, 2)
@@ -75,7 +85,8 @@ def _run_fused_cpu(call: Call, backend: str) -> Results:
     return out.transpose(1, 2), out.new_empty(0)
 
 
-def _run_operator(call: Call, backend: str) -> Results:
+def operator_inputs(call: Call, backend: str) -> tuple[Any, ...]:
+    """The inputs of `flashdig::attention_forward`; draws the seed of a call with dropout."""
     q, k, v = call.q, call.k, call.v
     packing = call.packing
     if packing is None:
@@ -89,14 +100,14 @@ def _run_operator(call: Call, backend: str) -> Results:
         lengths = (packing.cu_seqlens_q, cu_seqlens_k, packing.seqused_q, seqused_k)
         rows_q, rows_k = packing.cu_seqlens_q, cu_seqlens_k
     mask = call.problem.mask
-    return attention_op(
+    return (
         _plain(q, call.q_descale, call.problem.group_size, rows_q),
         _plain(k, call.k_descale, 1, rows_k),
         _plain(v, call.v_descale, 1, rows_k),
         call.bias,
         call.alibi_slopes,
         call.sinks,
-        _draw_seed(call),
+        None if call.dropout_p == 0.0 else draw_seed(call.q.device),
         *lengths,
         call.softmax_scale,
         call.problem.softcap,
@@ -109,9 +120,9 @@ def _run_operator(call: Call, backend: str) -> Results:
     )
 
 
-def _run_reference(call: Call, backend: str) -> Results:
+def _run_reference(call: Call) -> Results:
     mask = call.problem.mask
-    seed = _draw_seed(call)
+    seed = None if call.dropout_p == 0.0 else draw_seed(call.q.device)
     causal: Causal = "top-left" if mask.alignment == "top-left" else False
     options: dict[str, Any] = {
         "causal": causal or mask.is_causal,
@@ -139,8 +150,6 @@ def _run_reference(call: Call, backend: str) -> Results:
 
 _RUN = {
     "fused_cpu": _run_fused_cpu,
-    "triton": _run_operator,
-    "tiled": _run_operator,
     "reference": _run_reference,
 }
 
@@ -195,10 +204,3 @@ def _gather_pages(
     )
     cu_seqlens_k = torch.tensor(offsets, dtype=torch.int32, device=call.k.device)
     return k, v, cu_seqlens_k
-
-
-def _draw_seed(call: Call) -> torch.Tensor | None:
-    """A Philox key, (1,) int64, from the device's default generator; None without dropout."""
-    if call.dropout_p == 0.0:
-        return None
-    return torch.randint(2**63 - 1, (1,), device=call.q.device)

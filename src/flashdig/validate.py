@@ -191,7 +191,7 @@ def _call(
         sinks=options.sinks is not None,
         packed=packing is not None,
         deterministic=options.deterministic or torch.are_deterministic_algorithms_enabled(),
-        allow_tf32=q.dtype == torch.float32 and _tf32_allowed(),
+        allow_tf32=q.dtype == torch.float32 and tf32_allowed(),
     )
     scale = options.softmax_scale
     return Call(
@@ -220,7 +220,8 @@ def _alibi_kind(slopes: torch.Tensor | None) -> Literal["none", "heads", "batch_
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _tf32_allowed() -> bool:
+def tf32_allowed() -> bool:
+    """Torch's setting for float32 products on CUDA devices, now."""
     # torch.backends.cuda.matmul.allow_tf32 raises once anyone has used the newer settings
     return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 

@@ -8,7 +8,7 @@ so it is done once:
   through Triton's JIT; later ones hand addresses to the compiled kernel's launcher. Kernels are
   kept by what Triton specialises on, so a new length needs no JIT either.
 - A *plan* is a function of the operator's tensors that allocates results and runs launches. It is
-  made once for a key of flat values (`plan_key`) and then kept in a `Kept` table.
+  made once for a flat key and then kept (`flashdig.kernels.plans`).
 
 How a backend joins: the modules that `flashdig.ops.attention.LAUNCHERS` names for it may hold, next
 to `attention_forward` and `attention_backward` and with the same arguments,
@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -39,82 +39,14 @@ import triton
 from triton import knobs
 
 from flashdig.kernels.compiling import compiled_here
+from flashdig.kernels.plans import is_aligned
 
-Plan = Callable[..., Any]
-
-# plans and calls that are kept; the oldest goes when one more comes
-LIMIT = 2048
-ALIGNMENT = 16
-
+_kernels: dict[Hashable, Any] = {}
 _current_stream = cast(
     "Callable[[int], int]", getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
 )
 # Triton releases whose compiled launcher was read: its arguments differ between releases
 _FLAT_LAUNCHER = triton.__version__.startswith("3.6.")
-
-
-class Kept:
-    """A bounded table that several threads may use; the oldest entry goes first."""
-
-    def __init__(self, limit: int = LIMIT) -> None:
-        self._entries: dict[Hashable, Any] = {}
-        self._limit = limit
-        self._lock = threading.Lock()
-        self.get = self._entries.get
-
-    def keep(self, key: Hashable, entry: Any) -> None:
-        with self._lock:
-            while len(self._entries) >= self._limit:
-                del self._entries[next(iter(self._entries))]
-            self._entries[key] = entry
-
-    def clear(self) -> None:
-        with self._lock:
-            self._entries.clear()
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-
-_plans = Kept()
-_kernels: dict[Hashable, Any] = {}
-_ABSENT = object()
-
-
-def forget() -> None:
-    """Drop every kept plan and handle; what is compiled stays in Triton's own caches."""
-    _plans.clear()
-    _kernels.clear()
-
-
-def plan_key(tensors: Iterable[torch.Tensor | None]) -> tuple[Hashable, ...]:
-    """What a plan depends on of its tensors, one flat entry each."""
-    return tuple(
-        None
-        if x is None
-        else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % ALIGNMENT == 0)
-        for x in tensors
-    )
-
-
-def plan_of(
-    make: Callable[[], Plan | None],
-    name: Hashable,
-    tensors: Sequence[torch.Tensor | None],
-    settings: tuple[Hashable, ...],
-) -> Plan | None:
-    """The kept plan of a call, made by `make` where there is none; None where there can be none.
-
-    Args:
-        name: which plans these are (backend and direction).
-        tensors: of the call; settings: everything else that it depends on.
-    """
-    key = (name, settings, plan_key(tensors))
-    plan = _plans.get(key, _ABSENT)
-    if plan is _ABSENT:
-        plan = make()
-        _plans.keep(key, plan)
-    return cast("Plan | None", plan)
 
 
 @dataclass(frozen=True)
@@ -240,9 +172,7 @@ class Launch:
     def _key(self, tensors: tuple[torch.Tensor | None, ...], device: int) -> Hashable:
         """All that Triton compiles a kernel for: pointer types and alignment, widths of integers,
         constants, options."""
-        pointers = tuple(
-            None if x is None else (x.dtype, x.data_ptr() % ALIGNMENT == 0) for x in tensors
-        )
+        pointers = tuple(None if x is None else (x.dtype, is_aligned(x)) for x in tensors)
         tiles = tuple((place, t.block, t.layout) for place, t in self._tiles.items())
         kinds = tuple(
             _kind(value) if loose else (type(value), value)

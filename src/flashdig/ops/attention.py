@@ -17,7 +17,8 @@ from typing import Any, cast
 
 import torch
 
-from flashdig.ops import batching, flops
+from flashdig.kernels.plans import Plan, plan_of
+from flashdig.ops import batching, eager, flops
 
 TENSORS = 11  # q, k, v, bias, alibi_slopes, sinks, dropout_seed, cu_seqlens and seqused of q and k
 INPUTS = 20
@@ -71,6 +72,47 @@ def _transformed(*inputs: Any) -> Any:
     return _AttentionFunction.apply(*inputs)  # type: ignore[no-untyped-call]
 
 
+def planned_forward(inputs: tuple[Any, ...]) -> Plan | None:
+    """The kept plan of the inputs of `flashdig::attention_forward`, None where there is none."""
+    tensors, (*settings, out_dtype, backend) = inputs[:TENSORS], inputs[TENSORS:]
+    plan = _planner(backend, 0)
+    if plan is None:
+        return None
+
+    def make() -> Plan | None:
+        made: Plan | None = plan(*tensors, **_settings(tuple(settings)), out_dtype=out_dtype)
+        return made
+
+    return plan_of(make, ("forward", backend), tensors, (*settings, out_dtype))
+
+
+def _planned_backward(inputs: tuple[Any, ...]) -> Plan | None:
+    count = TENSORS + 4  # the two upstream gradients before, out and lse behind
+    tensors, (*settings, wanted, backend) = inputs[:count], inputs[count:]
+    plan = _planner(backend, 1)
+    if plan is None:
+        return None
+    wanted = tuple(wanted)
+
+    def make() -> Plan | None:
+        made: Plan | None = plan(*tensors, **_settings(tuple(settings)), wanted=wanted)
+        return made
+
+    return plan_of(make, ("backward", backend), tensors, (*settings, wanted))
+
+
+def run_planned(plan: Plan, tail: tuple[Any, ...], *tensors: Any) -> Any:
+    """out and lse as `attention_op` gives them, past torch's dispatcher.
+
+    Args:
+        plan: of these tensors; tail: the operator's inputs behind its tensors.
+    """
+    if _takes_gradient(tensors):
+        apply: Any = _PlannedAttentionFunction.apply
+        return apply(plan, tail, *tensors)
+    return plan(*tensors)
+
+
 def _backward_op(*inputs: Any) -> tuple[torch.Tensor, ...]:
     operator = torch.ops.flashdig.attention_backward.default
     call: Any = _AttentionBackwardFunction.apply if _under_transform() else operator
@@ -88,14 +130,20 @@ def _launcher(backend: str, direction: int) -> Callable[..., Any]:
     return cast(Callable[..., Any], getattr(module, name))
 
 
-def _launch(backend: str, direction: int, *arguments: Any, **settings: Any) -> Any:
-    """Run a launcher with the device of q as the current one."""
-    launcher = _launcher(backend, direction)
-    q = arguments[2 * direction]
+@functools.cache
+def _planner(backend: str, direction: int) -> Callable[..., Plan | None] | None:
+    module = importlib.import_module(LAUNCHERS[backend][direction])
+    return getattr(module, ("plan_forward", "plan_backward")[direction], None)
+
+
+def _on_device_of(
+    q: torch.Tensor, function: Callable[..., Any], *arguments: Any, **settings: Any
+) -> Any:
+    """The function's result, with the device of q as the current one."""
     if q.is_cuda and q.device.index != torch.cuda.current_device():
         with torch.cuda.device(q.device):
-            return launcher(*arguments, **settings)
-    return launcher(*arguments, **settings)
+            return function(*arguments, **settings)
+    return function(*arguments, **settings)
 
 
 def _settings(values: tuple[Any, ...]) -> dict[str, Any]:
@@ -104,17 +152,29 @@ def _settings(values: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def _forward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    *settings, out_dtype, backend = inputs[TENSORS:]
-    out, lse = _launch(
-        backend, 0, *inputs[:TENSORS], **_settings(tuple(settings)), out_dtype=out_dtype
+    tensors, (*settings, out_dtype, backend) = inputs[:TENSORS], inputs[TENSORS:]
+    plan = planned_forward(inputs)
+    if plan is not None:
+        out, lse = _on_device_of(inputs[0], plan, *tensors)
+        return out, lse
+    numbers = _settings(tuple(settings))
+    out, lse = _on_device_of(
+        inputs[0], _launcher(backend, 0), *tensors, **numbers, out_dtype=out_dtype
     )
     return out, lse
 
 
 def _backward(*inputs: Any) -> list[torch.Tensor]:
-    tensors = inputs[: TENSORS + 4]  # the two upstream gradients before, out and lse behind
-    *settings, wanted, backend = inputs[TENSORS + 4 :]
-    gradients = _launch(backend, 1, *tensors, **_settings(tuple(settings)), wanted=tuple(wanted))
+    tensors = inputs[: TENSORS + 4]
+    plan = _planned_backward(inputs)
+    if plan is not None:
+        gradients = _on_device_of(inputs[2], plan, *tensors)
+    else:
+        *settings, wanted, backend = inputs[TENSORS + 4 :]
+        numbers = _settings(tuple(settings))
+        gradients = _on_device_of(
+            inputs[2], _launcher(backend, 1), *tensors, **numbers, wanted=tuple(wanted)
+        )
     return [gradient for gradient in gradients if gradient is not None]
 
 
@@ -143,15 +203,26 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.T
 def _differentiate(
     ctx: Any, grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None
 ) -> tuple[torch.Tensor | None, ...]:
-    result: list[torch.Tensor | None] = [None] * INPUTS
+    return _gradients(ctx, 0, grad_out, grad_lse, _backward_op)
+
+
+def _gradients(
+    ctx: Any,
+    first: int,
+    grad_out: torch.Tensor | None,
+    grad_lse: torch.Tensor | None,
+    backward: Callable[..., Any],
+) -> tuple[torch.Tensor | None, ...]:
+    """What an autograd function's backward returns whose inputs from `first` are the operator's."""
+    result: list[torch.Tensor | None] = [None] * len(ctx.needs_input_grad)
     if grad_out is None and grad_lse is None:
         return tuple(result)
-    wanted = [ctx.needs_input_grad[position] for position in DIFFERENTIABLE]
+    wanted = [ctx.needs_input_grad[first + position] for position in DIFFERENTIABLE]
     inputs = (grad_out, grad_lse, *ctx.saved_tensors, *ctx.settings, wanted, ctx.backend)
-    gradients = iter(_backward_op(*inputs))
+    gradients = iter(backward(*inputs))
     for position, want in zip(DIFFERENTIABLE, wanted, strict=True):
         if want:
-            result[position] = next(gradients)
+            result[first + position] = next(gradients)
     return tuple(result)
 
 
@@ -221,6 +292,35 @@ class _PlainAttentionBackwardFunction(torch.autograd.Function):
         return _backward_below_autograd(*inputs)
 
     backward = staticmethod(_refuse_second)
+
+
+class _PlannedAttentionFunction(torch.autograd.Function):
+    """Past the dispatcher; a backward that somebody watches or differentiates goes through it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, plan: Plan, tail: tuple[Any, ...], *tensors: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        output: tuple[torch.Tensor, torch.Tensor] = plan(*tensors)
+        _save(ctx, (*tensors, *tail), output)
+        return output
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        return _gradients(ctx, 2, grad_out, grad_lse, _planned_backward_op)
+
+
+def _planned_backward_op(*inputs: Any) -> Any:
+    if (
+        torch.is_grad_enabled()
+        or torch.compiler.is_compiling()
+        or not eager.unwatched()
+        or not all(x is None or eager.is_plain(x) for x in inputs[: TENSORS + 4])
+    ):
+        return _backward_op(*inputs)
+    return _backward(*inputs)
 
 
 def _forward_with_autograd(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,7 +12,8 @@ import torch
 import triton
 
 from flashdig.kernels.choose import Pass, TileConfig, choose_tile
-from flashdig.kernels.launch import Launch, Plan
+from flashdig.kernels.launch import Launch
+from flashdig.kernels.plans import Plan
 from flashdig.kernels.triton import backward_bias, backward_delta
 from flashdig.kernels.triton.arguments import (
     Call,

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from flashdig.kernels.choose import TileConfig, choose_tile
-from flashdig.kernels.launch import Launch, Plan
+from flashdig.kernels.launch import Launch
+from flashdig.kernels.plans import Plan
 from flashdig.kernels.triton.arguments import (
     Call,
     architecture_of,

@@ -1,0 +1,215 @@
+"""Calls that were served before: their arguments are not checked, their problem not built again.
+
+The key holds everything that a call depends on but the values in its tensors: what was once checked
+and chosen for a key holds for every call that has it. Whatever is out of the ordinary
+(torch.compile, modes, subclasses, another current device, autocast that casts) has no key, and its
+call takes the long way.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Hashable
+from typing import Any, cast
+
+import torch
+
+from flashdig.checks import FP8_DTYPES
+from flashdig.kernels.plans import ALIGNMENT, Kept, Plan, is_aligned, plan_key
+from flashdig.ops.attention import TENSORS, planned_forward, run_planned
+from flashdig.ops.eager import is_plain, unwatched
+from flashdig.packing import Packing, values_are_checked
+from flashdig.validate import tf32_allowed
+
+Key = tuple[Hashable, ...]
+
+_kept = Kept()
+_current_device = getattr(torch._C, "_cuda_getDevice", lambda: -1)
+_deterministic = torch._C._get_deterministic_algorithms
+
+
+class KeptCall:
+    """How to serve the calls of one key: the plan of the operator's tensors, the operator's inputs
+    behind them, and whether each call draws a seed."""
+
+    __slots__ = ("dropout", "plan", "tail")
+
+    def __init__(self, plan: Plan, tail: tuple[Any, ...], dropout: bool) -> None:
+        self.plan = plan
+        self.tail = tail
+        self.dropout = dropout
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        bias: torch.Tensor | None,
+        alibi_slopes: torch.Tensor | None,
+        sinks: torch.Tensor | None,
+        *lengths: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """out and lse."""
+        seed = draw_seed(q.device) if self.dropout else None
+        results = run_planned(
+            self.plan, self.tail, q, k, v, bias, alibi_slopes, sinks, seed, *lengths
+        )
+        return cast("tuple[torch.Tensor, torch.Tensor]", results)
+
+
+def find(key: Key | None) -> KeptCall | None:
+    return None if key is None else cast("KeptCall | None", _kept.get(key))
+
+
+def keep(key: Key, inputs: tuple[Any, ...]) -> None:
+    """Keep how a call was served, where its backend has a plan for it.
+
+    Args:
+        inputs: of `flashdig::attention_forward`, whose tensors are the caller's.
+    """
+    plan = planned_forward(inputs)
+    if plan is not None:
+        seed, tail = inputs[6], inputs[TENSORS:]
+        _kept.keep(key, KeptCall(plan, tail, seed is not None))
+
+
+def forget() -> None:
+    """Drop every kept call."""
+    _kept.clear()
+
+
+def draw_seed(device: torch.device) -> torch.Tensor:
+    """A Philox key, (1,) int64, from the device's default generator."""
+    return torch.randint(2**63 - 1, (1,), device=device)
+
+
+def dense_key(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bias: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    *options: Any,
+) -> Key | None:
+    """The key of a call of `flashdig.attention`, None where it has to take the long way.
+
+    Args:
+        options: every other argument, the window first, as the caller gave it.
+    """
+    if torch.compiler.is_compiling():
+        return None
+    if bias is None and alibi_slopes is None and sinks is None:
+        return _key(q, k, v, None, options)
+    if not _slopes_fit(alibi_slopes):
+        return None
+    return _key(q, k, v, (bias, alibi_slopes, sinks), options)
+
+
+def packed_key(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    packing: Packing,
+    alibi_slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    *options: Any,
+) -> Key | None:
+    """`dense_key` of a call of `flashdig.attention_varlen`."""
+    if (
+        torch.compiler.is_compiling()
+        or packing.page_table is not None
+        or values_are_checked("cuda")
+        or not _slopes_fit(alibi_slopes)
+    ):
+        return None
+    lengths = (
+        packing.cu_seqlens_q,
+        packing.cu_seqlens_k,
+        packing.seqused_q,
+        packing.seqused_k,
+    )
+    return _key(q, k, v, (*lengths, alibi_slopes, sinks), options)
+
+
+def _key(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    others: tuple[torch.Tensor | None, ...] | None,
+    options: tuple[Any, ...],
+) -> Key | None:
+    if not (
+        is_plain(q)
+        and is_plain(k)
+        and is_plain(v)
+        and _is_here(q, options)
+        and unwatched()
+        and not _casts(q, k, v)
+    ):
+        return None
+    places: Hashable = None
+    if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT:
+        places = (is_aligned(q), is_aligned(k), is_aligned(v))
+    dtype = q.dtype
+    if dtype in FP8_DTYPES and torch.is_grad_enabled():  # asked for a gradient, it has to refuse
+        return None
+    other_keys: Hashable = None
+    if others is not None:
+        if not all(x is None or is_plain(x) for x in others):
+            return None
+        other_keys = plan_key(others)
+    window = options[0]
+    if window is not None:  # a list cannot be in a key; neither can 1 stand for True
+        if type(window) not in (tuple, list):
+            return None
+        options = (tuple(window), tuple(map(type, window)), *options[1:])
+    key = (
+        q.shape,
+        k.shape,
+        v.shape,
+        q.stride(),
+        k.stride(),
+        v.stride(),
+        dtype,
+        k.dtype,
+        v.dtype,
+        q.device,
+        k.device,
+        v.device,
+        places,
+        other_keys,
+        options,
+        # True equals 1 and 1.0, and not every argument may be each of them
+        tuple(map(type, options)),
+        _deterministic(),
+        dtype == torch.float32 and tf32_allowed(),
+    )
+    try:
+        hash(key)
+    except TypeError:  # an argument that no key can hold is none that is allowed
+        return None
+    return key
+
+
+def _is_here(q: torch.Tensor, options: tuple[Any, ...]) -> bool:
+    """On the current GPU, or to be interpreted on the CPU."""
+    if q.is_cuda:
+        return bool(q.get_device() == _current_device())
+    return options[-1] == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _casts(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether autocast may change a dtype."""
+    device_type = "cuda" if q.is_cuda else "cpu"
+    if not torch.is_autocast_enabled(device_type):
+        return False
+    dtype = torch.get_autocast_dtype(device_type)
+    return not (q.dtype == k.dtype == v.dtype == dtype)
+
+
+def _slopes_fit(slopes: torch.Tensor | None) -> bool:
+    """Slopes that ask for a gradient are refused, the long way."""
+    if slopes is None:
+        return True
+    return is_plain(slopes) and not (slopes.requires_grad and torch.is_grad_enabled())
