@@ -61,6 +61,8 @@ _KEPT_COLUMNS = re.compile(
     r"|memory_l1_wavefronts_shared(_ideal)?|memory_l2_theoretical_sectors_global(_ideal)?"
     r"|smsp__inst_executed\.sum|smsp__inst_executed_op_\w+\.sum"
     r"|smsp__sass_inst_executed_op_\w+\.sum|sm__inst_executed_pipe_\w+\.sum"
+    r"|smsp__sass_thread_inst_executed_op_f(fma|add|mul)_pred_on\.sum\.per_cycle_elapsed"
+    r"|smsp__cycles_elapsed\.(avg|max|sum)|smsp__inst_issued\.sum"
     r"|smsp__sass_average_data_bytes_per_sector_mem_global_op_(ld|st)\.ratio"
     r"|smsp__average_warp(s_issue_stalled_\w+_per_issue_active|_latency_per_inst_issued)\.ratio)$"
 )

@@ -1,0 +1,300 @@
+"""The host: a device that waits for launches, planning inside libraries, compiling in the loop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import median
+
+from flashdig.costs.units import percent, seconds
+from flashdig.findings.finding import Advice, Finding, Number
+from flashdig.findings.recording import MANY_KERNELS, Recording, place, stamp, times
+from flashdig.readers.attribution import AttentionCall
+from flashdig.readers.model import DeviceEvent, HostOp
+from flashdig.readers.steps import find_steps
+
+_LAUNCH_BOUND_SHARE = 0.3
+# from a launch to its kernel when the device has nothing else to do
+_LAUNCH_LATENCY_NS = 5_000
+_COMPILING = (
+    "compile_inner",
+    "CachingAutotuner.benchmark_all_configs",
+    "CachingAutotuner.precompile",
+    "_recursive_post_grad_passes",
+    "compile_fx",
+)
+_LOADING = ("cuModuleLoad", "cudaModuleLoad", "cuLibraryLoad", "cudaLibraryLoad", "hipModuleLoad")
+
+
+@dataclass(frozen=True)
+class Gap:
+    """A stretch in which the device had nothing to do; `before_launch_ns` of it passed before the
+    host had even begun to launch what came next."""
+
+    start_ns: int
+    length_ns: int
+    before_launch_ns: int
+    event: DeviceEvent
+
+
+def launch_bound(recording: Recording) -> list[Finding]:
+    """The device idles because the host has not launched the next kernel yet."""
+    steps = [
+        step
+        for breakdown in recording.summary.breakdowns
+        for step in breakdown.steps
+        if step.window.kernels >= MANY_KERNELS
+    ]
+    if not steps or len(recording.summary.breakdowns) != 1:
+        return []
+    elapsed = sum(step.shares.elapsed_ns for step in steps)
+    gaps = _gaps(recording, [(s.window.start_ns, s.window.end_ns) for s in steps])
+    waited = sum(gap.before_launch_ns for gap in gaps)
+    if not elapsed or waited < _LAUNCH_BOUND_SHARE * elapsed:
+        return []
+    kernels = sum(step.window.kernels for step in steps)
+    busy = sum(step.shares.busy_ns for step in steps)
+    worst = max(gaps, key=lambda gap: gap.before_launch_ns)
+    per_kernel, mean_kernel = elapsed / kernels, busy / kernels
+    return [
+        Finding(
+            rule="launch-bound",
+            verdict="slow",
+            claim=(
+                f"The device waits for the host for {percent(waited / elapsed)} of the steps: a "
+                f"kernel takes {seconds(mean_kernel / 1e9)} on average, and the host issues one "
+                f"every {seconds(per_kernel / 1e9)}. The profiler makes the host slower than it is "
+                "without."
+            ),
+            where=f"{times(len(steps), 'step')}, {kernels:,} kernels",
+            numbers=(
+                Number("device idle before the next launch had begun", waited, "ns"),
+                Number(
+                    "longest such gap",
+                    worst.before_launch_ns,
+                    "ns",
+                    f"before {place(worst.event)}",
+                ),
+                Number("kernels of a step", kernels / len(steps), "count"),
+            ),
+            gain=recording.host_gain(
+                waited / 1e9,
+                "the recorded time in which the device had nothing to do and no launch had begun",
+            ),
+            advice=Advice(
+                "Capture the step in a CUDA graph: torch.compile with mode='reduce-overhead', or "
+                "by hand where shapes stay the same.",
+                'step = torch.compile(step, mode="reduce-overhead")',
+                ("torch", "step"),
+            ),
+            confidence="likely",
+        )
+    ]
+
+
+def _gaps(recording: Recording, windows: list[tuple[int, int]]) -> list[Gap]:
+    """Idle stretches inside the windows, of one device."""
+    gaps: list[Gap] = []
+    events = recording.trace.device_events()
+    for start, end in windows:
+        done = start
+        for event in events:
+            if event.start_ns < start or event.start_ns >= end:
+                continue
+            if event.start_ns > done and event.launch is not None:
+                waited = min(event.launch.start_ns, event.start_ns) - done
+                gaps.append(Gap(done, event.start_ns - done, max(0, waited), event))
+            done = max(done, event.end_ns)
+    return gaps
+
+
+def host_bound_call(recording: Recording) -> list[Finding]:
+    """One attention call costs the host more than the device."""
+    found = []
+    for group in recording.groups:
+        host, device = group.median_host_ns, group.median_device_ns
+        if host is None or not device or group.count < 2 or group.first.pass_ != "forward":
+            continue
+        # with other work around it the gaps of the whole step say more
+        if (recording.share(group.device_ns or 0) or 0) < 0.5 or host < 1.2 * device:
+            continue
+        call = _typical(group.calls)
+        found.append(
+            Finding(
+                rule="host-bound-call",
+                verdict="slow",
+                claim=(
+                    f"A call keeps the host for {seconds(host / 1e9)} and the device for "
+                    f"{seconds(device / 1e9)}: issued one by one, calls run at the host's pace. "
+                    "The profiler's own cost is in the host's figure."
+                ),
+                where=f"{times(group.count, 'call')} of {group.describe()}",
+                numbers=(
+                    Number("host time of a call, median", host, "ns", _op_place(call)),
+                    Number("device time of a call, median", device, "ns"),
+                ),
+                gain=recording.host_gain(
+                    (host - device) * group.count / 1e9,
+                    "host time above device time, which a CUDA graph removes",
+                ),
+                advice=Advice(
+                    "Replay the call from a CUDA graph, or give it more work at once.",
+                    "graph = torch.cuda.CUDAGraph()\n"
+                    "with torch.cuda.graph(graph):\n"
+                    "    out = F.scaled_dot_product_attention(q, k, v)\n"
+                    "graph.replay()  # q, k, v keep their places; copy new values into them",
+                    ("F", "torch", "q", "k", "v"),
+                ),
+                confidence="likely",
+            )
+        )
+    return found
+
+
+def cudnn_planning(recording: Recording) -> list[Finding]:
+    """cuDNN's attention spends host time in itself, where the profiler sees no operator."""
+    calls = [c for c in recording.calls if c.backend == "cudnn" and c.pass_ == "forward"]
+    own = [(call, op, recording.own_ns(op)) for call in calls if (op := _cudnn_op(call))]
+    if len(own) < 2:
+        return []
+    middle = sorted(own, key=lambda entry: entry[2])[len(own) // 2]
+    call, op, typical = middle
+    host = median(c.host_ns or 0 for c, _, _ in own)
+    device = median(c.device_ns or 0 for c, _, _ in own)
+    if not host or typical < 0.3 * host or typical < 20_000:
+        return []
+    hidden = device > host
+    return [
+        Finding(
+            rule="cudnn-planning",
+            verdict="fine" if hidden else "slow",
+            claim=(
+                f"cuDNN looks up and prepares its plan in every call: {seconds(typical / 1e9)} of "
+                f"the call's {seconds(host / 1e9)} on the host pass in _cudnn_attention_forward "
+                "itself, outside of allocations and launches"
+                + (
+                    f". The device takes {seconds(device / 1e9)}, which hides it."
+                    if hidden
+                    else f"; the device takes {seconds(device / 1e9)}."
+                )
+            ),
+            where=f"{times(len(own), 'call')} of {call.describe()}",
+            numbers=(
+                Number("host time of the operator itself", typical, "ns", place(op)),
+                Number("host time of a call", host, "ns", _op_place(call)),
+                Number("device time of a call", device, "ns"),
+            ),
+            gain=(
+                None
+                if hidden
+                else recording.host_gain(
+                    (typical - 10_000) * len(own) / 1e9,
+                    "the operator's own host time, less 10 µs that any backend needs there",
+                )
+            ),
+            advice=Advice(
+                "Where the host is what limits, take the flash backend, or capture a CUDA graph.",
+                "from torch.nn.attention import SDPBackend, sdpa_kernel\n"
+                "with sdpa_kernel(SDPBackend.FLASH_ATTENTION):\n"
+                "    out = F.scaled_dot_product_attention(q, k, v)",
+                ("F", "q", "k", "v"),
+            ),
+            confidence="likely",
+        )
+    ]
+
+
+def compiled_in_loop(recording: Recording) -> list[Finding]:
+    """Compiling, tuning or loading of kernels after the first step."""
+    steps = find_steps(recording.trace)
+    if len(steps) < 2:
+        return []
+    later = steps[1].start_ns
+    end = steps[-1].end_ns
+    compiling = _outermost(
+        [
+            op
+            for op in recording.trace.host_ops
+            if later <= op.start_ns < end and any(word in op.name for word in _COMPILING)
+        ]
+    )
+    loads = [
+        launch
+        for launch in recording.trace.launches
+        if later <= launch.start_ns < end and launch.name.startswith(_LOADING)
+    ]
+    spent = sum(op.duration_ns for op in compiling)
+    loading = sum(launch.duration_ns for launch in loads)
+    inside = sum(
+        launch.duration_ns
+        for launch in loads
+        if any(op.start_ns <= launch.start_ns < op.end_ns for op in compiling)
+    )
+    total = spent + loading - inside
+    elapsed = end - later
+    if total < 0.05 * elapsed or total < 1_000_000:
+        return []
+    hit = {
+        index
+        for index, step in enumerate(steps[1:], start=1)
+        for start in [*(op.start_ns for op in compiling), *(one.start_ns for one in loads)]
+        if step.start_ns <= start < step.end_ns
+    }
+    what = "torch.compile compiles" if compiling else "Kernels are loaded or compiled"
+    first = compiling[0].name if compiling else loads[0].name
+    at = compiling[0].start_ns if compiling else loads[0].start_ns
+    return [
+        Finding(
+            rule="compiled-in-loop",
+            verdict="slow",
+            claim=(
+                f"{what} again after the first step, in {len(hit)} of {len(steps) - 1} later ones: "
+                f"{seconds(total / 1e9)}, {percent(total / elapsed)} of their time. A shape or a "
+                "value that the compiled code depends on changes from step to step."
+            ),
+            where=", ".join(steps[index].name for index in sorted(hit)[:5]),
+            numbers=(
+                Number("time in it", total, "ns", f"first: {first} at ts {stamp(at)}"),
+                Number("module loads", len(loads), "count"),
+            ),
+            gain=recording.host_gain(
+                total / 1e9,
+                "the recorded time of compiling and loading after the first step",
+            ),
+            advice=Advice(
+                "Compile for changing sizes, or pad them to a few; TORCH_LOGS=recompiles names "
+                "the cause.",
+                "compiled = torch.compile(attend, dynamic=True)",
+                ("torch", "attend"),
+            ),
+            confidence="certain" if compiling else "likely",
+        )
+    ]
+
+
+def _outermost(ops: list[HostOp]) -> list[HostOp]:
+    kept: list[HostOp] = []
+    for op in ops:  # in order of start
+        if not kept or op.start_ns >= kept[-1].end_ns or op.thread != kept[-1].thread:
+            kept.append(op)
+    return kept
+
+
+def _typical(calls: list[AttentionCall]) -> AttentionCall:
+    return sorted(calls, key=lambda call: call.host_ns or 0)[len(calls) // 2]
+
+
+def _op_place(call: AttentionCall) -> str | None:
+    return None if call.op is None else place(call.op)
+
+
+def _cudnn_op(call: AttentionCall) -> HostOp | None:
+    """The operator in which cuDNN runs, inside of a call."""
+    if call.op is None or call.host_ns is None:
+        return None
+    for event in call.events:
+        op = event.op
+        while op is not None and op is not call.op.parent:
+            if op.name == "aten::_cudnn_attention_forward":
+                return op
+            op = op.parent
+    return None
