@@ -1,0 +1,310 @@
+"""Appending new keys and values to a cache in place, with rotary embedding of keys and queries.
+
+A program moves a few tokens of one head. Rows outside the cache are dropped: whatever lengths,
+indices and page numbers hold, nothing else is written.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from flashdig.kernels.triton.arguments import check_grid
+from flashdig.kernels.triton.decode_arguments import FP8_KINDS
+from flashdig.kernels.triton.paged import cache_row, cached_length, clamped, tile_of_slot
+
+BLOCK_T = 8  # tokens of a program
+_UNSPECIALIZED = [
+    "batch",
+    "seqlen",
+    "num_heads",
+    "capacity",
+    "cache_rows",
+    "rotary_rows",
+    *(f"stride_{x}{d}" for x in "xc" for d in "bnh"),
+    "stride_table",
+    "stride_cos",
+    "stride_sin",
+]
+_E4M3_MAX = tl.constexpr(448.0)
+_E5M2_MAX = tl.constexpr(57344.0)
+
+
+@triton.jit
+def _e4m3_bits(x):
+    """float32 rounded to e4m3 (nearest, ties to even, saturating), as bytes, on any chip."""
+    bits = x.to(tl.int32, bitcast=True)
+    sign = (bits >> 24) & 0x80
+    magnitude = bits & 0x7FFFFFFF
+    # normal numbers: 20 of the 23 mantissa bits go, the exponent's bias falls from 127 to 7
+    rounded = magnitude + 0x7FFFF + ((magnitude >> 20) & 1)
+    normal = (rounded >> 20) - (120 << 3)
+    # below 2^-6 the step is 2^-9: adding 2^14, whose last place that is, rounds to it
+    small = (magnitude.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) & 0xF
+    byte = tl.where(magnitude < (121 << 23), small, tl.minimum(normal, 0x7E))
+    byte = tl.where(magnitude > 0x7F800000, 0x7F, byte)
+    return (sign | byte).to(tl.uint8)
+
+
+@triton.jit
+def _to_cache(x, FP8: tl.constexpr, dtype: tl.constexpr):
+    """Rows in the cache's dtype; fp8 ones as bytes, saturated."""
+    if FP8 == "e4m3":
+        x = _e4m3_bits(x)
+    elif FP8 == "e5m2":
+        # NaN compares false and stays
+        x = tl.where(x > _E5M2_MAX, _E5M2_MAX, tl.where(x < -_E5M2_MAX, -_E5M2_MAX, x))
+        x = x.to(tl.float8e5).to(tl.uint8, bitcast=True)
+    else:
+        x = x.to(dtype)
+    return x
+
+
+@triton.jit
+def _from_input(x, FP8: tl.constexpr):
+    """Rows of an input as float32; fp8 ones are bytes."""
+    if FP8 == "e4m3":
+        wide = x.to(tl.uint16)
+        bits = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
+        value = bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+        x = tl.where((wide & 0x7F) == 0x7F, float("nan"), value)
+    elif FP8 == "e5m2":
+        x = (x.to(tl.uint16) << 8).to(tl.float16, bitcast=True)
+    return x.to(tl.float32)
+
+
+@triton.jit(do_not_specialize=_UNSPECIALIZED)
+def flashdig_append_kv(
+    x_ptr,
+    cache_ptr,
+    seqlens_ptr,
+    table_ptr,
+    batch_idx_ptr,
+    cu_ptr,
+    cos_ptr,
+    sin_ptr,
+    rotary_seqlens_ptr,
+    descale_ptr,
+    batch,
+    seqlen,
+    num_heads,
+    capacity,
+    cache_rows,
+    rotary_rows,
+    stride_xb,
+    stride_xn,
+    stride_xh,
+    stride_xd,
+    stride_cb,
+    stride_cn,
+    stride_ch,
+    stride_cd,
+    stride_table,
+    stride_cos,
+    stride_sin,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    PACKED: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    INTO_CACHE: tl.constexpr,
+    ADVANCES: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    X_FP8: tl.constexpr,
+    CACHE_FP8: tl.constexpr,
+):
+    """Copy rows x, rotated by their positions, into the cache, or (not INTO_CACHE) to a tensor of
+    x's shape; the rows of one sequence are all at one position unless it ADVANCES."""
+    program = tl.program_id(0)
+    head = program % num_heads
+    sequence, start, first_x, length = tile_of_slot(
+        program // num_heads, cu_ptr, None, batch, seqlen, 1, BLOCK_T, PACKED
+    )
+    if start >= length:
+        return
+    token = start + tl.arange(0, BLOCK_T)
+    begin = cached_length(seqlens_ptr, sequence, capacity)
+    inside = token < length
+    if INTO_CACHE:
+        inside = inside & (begin + token < capacity)
+    offs_d = tl.arange(0, BLOCK_D)
+    wide = inside[:, None] & (offs_d < HEAD_DIM)[None, :]
+    x_batch = sequence.to(tl.int64)
+    if PACKED:
+        x_batch = x_batch * 0
+    x_rows = x_batch * stride_xb + head.to(tl.int64) * stride_xh
+    x_rows += (first_x + token).to(tl.int64) * stride_xn
+    x = _from_input(
+        tl.load(x_ptr + x_rows[:, None] + (offs_d * stride_xd)[None, :], mask=wide, other=0), X_FP8
+    )
+    if ROTARY_DIM > 0:
+        position = begin
+        if rotary_seqlens_ptr is not None:
+            position = tl.load(rotary_seqlens_ptr + sequence)
+        position = position + token * 0
+        if ADVANCES:
+            position += token
+        position = clamped(position, 0, rotary_rows - 1).to(tl.int64)
+        HALF: tl.constexpr = ROTARY_DIM // 2
+        rotated = offs_d < ROTARY_DIM
+        if INTERLEAVED:
+            partner = offs_d ^ 1
+            angle = offs_d // 2
+            first_of_pair = offs_d % 2 == 0
+        else:
+            partner = tl.where(offs_d < HALF, offs_d + HALF, offs_d - HALF)
+            angle = offs_d % HALF
+            first_of_pair = offs_d < HALF
+        turned = inside[:, None] & rotated[None, :]
+        other = _from_input(
+            tl.load(x_ptr + x_rows[:, None] + (partner * stride_xd)[None, :], mask=turned, other=0),
+            X_FP8,
+        )
+        cos = tl.load(
+            cos_ptr + (position * stride_cos)[:, None] + angle[None, :], mask=turned, other=1.0
+        ).to(tl.float32)
+        sin = tl.load(
+            sin_ptr + (position * stride_sin)[:, None] + angle[None, :], mask=turned, other=0.0
+        ).to(tl.float32)
+        x = x * cos + tl.where(first_of_pair[None, :], -other, other) * sin
+    if descale_ptr is not None:
+        x = x / tl.load(descale_ptr + sequence * num_heads + head)
+    if INTO_CACHE:
+        place = begin + token
+        if PAGE_SIZE > 0:
+            table = table_ptr + sequence.to(tl.int64) * stride_table
+            page = tl.load(table + place // PAGE_SIZE, mask=inside, other=0)
+            # a wrong page number is dropped: a clamped one would overwrite another sequence
+            wide = wide & ((page >= 0) & (page < cache_rows))[:, None]
+            rows = page.to(tl.int64) * stride_cb + (place % PAGE_SIZE).to(tl.int64) * stride_cn
+        else:
+            row = cache_row(batch_idx_ptr, sequence, cache_rows).to(tl.int64)
+            rows = row * stride_cb + place.to(tl.int64) * stride_cn
+        rows += head.to(tl.int64) * stride_ch
+    else:
+        rows = x_batch * stride_cb + head.to(tl.int64) * stride_ch
+        rows += (first_x + token).to(tl.int64) * stride_cn
+    tl.store(
+        cache_ptr + rows[:, None] + (offs_d * stride_cd)[None, :],
+        _to_cache(x, CACHE_FP8, cache_ptr.dtype.element_ty),
+        mask=wide,
+    )
+
+
+def append_rows(
+    x: torch.Tensor,
+    cache: torch.Tensor,
+    cache_seqlens: torch.Tensor | None,
+    page_table: torch.Tensor | None,
+    cache_batch_idx: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    rotary: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None,
+    descale: torch.Tensor | None,
+    *,
+    interleaved: bool,
+) -> None:
+    """Write new keys or values behind those of each sequence; arguments were checked.
+
+    Args:
+        x: (batch, seqlen_new, num_heads_kv, dim), or (total_new, num_heads_kv, dim) with
+            `cu_seqlens` (batch + 1,) int32.
+        cache: (rows, seqlen, num_heads_kv, dim), or pages with `page_table`.
+        rotary: cos and sin (positions, rotary_dim / 2), and (batch,) int32 positions of the first
+            new tokens, None: `cache_seqlens`.
+        descale: (batch, num_heads_kv); stored values are x / descale.
+    """
+    capacity = cache.shape[1] if page_table is None else page_table.shape[1] * cache.shape[1]
+    _run(x, cache, cache_seqlens, page_table, cache_batch_idx, cu_seqlens, rotary, descale,
+         capacity=capacity, into_cache=True, advances=True, interleaved=interleaved)  # fmt: skip
+
+
+def rotated(
+    x: torch.Tensor,
+    cache_seqlens: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    rotary: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
+    *,
+    capacity: int,
+    advances: bool,
+    interleaved: bool,
+) -> torch.Tensor:
+    """Queries rotated by their positions: cache_seqlens (or those given) plus i if `advances`."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _run(x, out, cache_seqlens, None, None, cu_seqlens, rotary, None,
+         capacity=capacity, into_cache=False, advances=advances,
+         interleaved=interleaved)  # fmt: skip
+    return out
+
+
+def _run(
+    x: torch.Tensor,
+    target: torch.Tensor,
+    cache_seqlens: torch.Tensor | None,
+    page_table: torch.Tensor | None,
+    cache_batch_idx: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    rotary: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None,
+    descale: torch.Tensor | None,
+    *,
+    capacity: int,
+    into_cache: bool,
+    advances: bool,
+    interleaved: bool,
+) -> None:
+    if x.numel() == 0 or target.numel() == 0 or capacity == 0:
+        return
+    packed = cu_seqlens is not None
+    batch = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    if batch == 0:
+        return
+    num_heads, head_dim = x.shape[-2:]
+    seqlen = x.shape[-3]
+    cos, sin, positions = rotary if rotary is not None else (None, None, None)
+    if cos is not None and sin is not None:  # an angle's rows are read as vectors
+        cos, sin = (t if t.stride(1) == 1 else t.contiguous() for t in (cos, sin))
+    slots = seqlen // BLOCK_T + batch if packed else triton.cdiv(seqlen, BLOCK_T) * batch
+    fp8 = [FP8_KINDS.get(t.dtype, "none") for t in (x, target)]
+    source, into = (t.view(torch.uint8) if t.dtype in FP8_KINDS else t for t in (x, target))
+    strides_x = (0, *x.stride()) if packed else x.stride()
+    strides_c = (0, *target.stride()) if target.dim() == 3 else target.stride()
+    flashdig_append_kv[(check_grid(slots * num_heads),)](
+        source,
+        into,
+        _flat(cache_seqlens),
+        page_table if page_table is None or page_table.stride(1) == 1 else page_table.contiguous(),
+        _flat(cache_batch_idx),
+        _flat(cu_seqlens),
+        cos,
+        sin,
+        _flat(positions),
+        _flat(descale),
+        batch,
+        seqlen,
+        num_heads,
+        capacity,
+        target.shape[0],
+        1 if cos is None else cos.shape[0],
+        *strides_x,
+        *strides_c,
+        0 if page_table is None else page_table.stride(0),
+        0 if cos is None else cos.stride(0),
+        0 if sin is None else sin.stride(0),
+        HEAD_DIM=head_dim,
+        BLOCK_D=triton.next_power_of_2(head_dim),
+        BLOCK_T=BLOCK_T,
+        PACKED=packed,
+        PAGE_SIZE=0 if page_table is None else target.shape[1],
+        INTO_CACHE=into_cache,
+        ADVANCES=advances,
+        ROTARY_DIM=0 if cos is None else 2 * cos.shape[1],
+        INTERLEAVED=interleaved,
+        X_FP8=fp8[0],
+        CACHE_FP8=fp8[1],
+        num_warps=4,
+    )
+
+
+def _flat(x: torch.Tensor | None) -> torch.Tensor | None:
+    return None if x is None else x.contiguous()
