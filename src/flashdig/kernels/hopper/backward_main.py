@@ -77,7 +77,7 @@ def _put_rows(ring, statistics, step, desc, statistics_desc, batch, head, row, s
 @gluon.jit
 def _produce(
     q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc, shared, batch, head_kv, num_heads,
-    group_size, tiles_m, start_n, first, end,
+    group_size, padded_q, start_n, first, end,
 ):  # fmt: skip
     BLOCK_M: gl.constexpr = q_desc.block_type.shape[2]
     mbarrier.expect(shared.kv_full, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
@@ -91,7 +91,7 @@ def _produce(
     for step in range(group_size * steps):
         head = head_kv * group_size + step // steps
         row = (first + step % steps) * BLOCK_M
-        statistics = (batch * num_heads + head) * (tiles_m * BLOCK_M) + row
+        statistics = (batch * num_heads + head) * padded_q + row
         _put_rows(shared.queries, shared.lse, step, q_desc, lse_desc, batch, head, row, statistics)
         _put_rows(
             shared.grads, shared.delta, step, dout_desc, delta_desc, batch, head, row, statistics
@@ -173,16 +173,16 @@ def _walk(
             scores = hidden(scores, problem, keys, rows)
         probs = gl.exp2(scores * problem.exp_factor - lse[None, :])
         p = gl.convert_layout(probs.to(dtype), operand)
+        if problem.SOFTCAP:
+            probs = probs * slope
         dv_started = warpgroup_mma(p, dout, dv, is_async=True)
         dprobs = warpgroup_mma_wait(1, deps=(dprobs_started,))
         delta = shared.delta.index(step % shared.grads.STAGES).load(row_layout)
         dscores = probs * (dprobs - delta[None, :])
-        if problem.SOFTCAP:
-            dscores = dscores * slope
         ds_half = dscores.to(dtype)
         ds = gl.convert_layout(ds_half, operand)
 
-        if AHEAD == 2:
+        if AHEAD == 2 or (AHEAD == 1 and not WITH_DQ):
             q_next = take(shared.queries, gl.minimum(step + 1, last_step)).permute((1, 0))
             products_started = warpgroup_mma(k, q_next, zeros, use_acc=False, is_async=True)
         q = shared.queries.tiles.index(stage)
@@ -234,7 +234,7 @@ def _of_head(problem, slope):
 @gluon.jit
 def _consume(
     dk_desc, dv_desc, dq_ptr, slopes_ptr, shared, problem, batch, head_kv, num_heads, group_size,
-    tiles_m, start_n, tiles, softmax_scale,
+    padded_q, start_n, tiles, softmax_scale,
     CONSUMER: gl.constexpr, WITH_DQ: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     first, full_first, full_end, end = tiles
@@ -257,7 +257,9 @@ def _consume(
     for member in range(group_size):
         head = head_kv * group_size + member
         step_of_tile_0 = member * steps - first
-        dq_head = dq_ptr + (batch * num_heads + head).to(gl.int64) * (tiles_m * BLOCK_M * HEAD_DIM)
+        dq_head = dq_ptr
+        if WITH_DQ:
+            dq_head += (batch * num_heads + head).to(gl.int64) * (padded_q * HEAD_DIM)
         of_head = problem
         if problem.ALIBI:
             of_head = _of_head(problem, gl.load(slopes_ptr + head))
@@ -308,6 +310,7 @@ def kernel_name(specialization):
         "group_size",
         "seqlen_q",
         "seqlen_k",
+        "padded_q",
         "offset",
         "heads_together",
         "left",
@@ -335,6 +338,7 @@ def flashdig_hopper_backward(
     group_size,
     seqlen_q,
     seqlen_k,
+    padded_q,
     offset,
     heads_together,
     left,
@@ -375,7 +379,6 @@ def flashdig_hopper_backward(
 
     # `heads_together` heads share the L2 cache; within them the longest columns come first
     tiles_n = gl.cdiv(seqlen_k, BLOCK_N)
-    tiles_m = gl.cdiv(seqlen_q, BLOCK_M)
     num_heads_kv = num_heads // group_size
     program = gl.program_id(0)
     section = program // (tiles_n * heads_together)
@@ -398,12 +401,12 @@ def flashdig_hopper_backward(
     # fmt: off
     gl.warp_specialize([
         (_consume, (dk_desc, dv_desc, dq_ptr, slopes_ptr, shared, problem, batch, head_kv,
-                    num_heads, group_size, tiles_m, start_n, (first, full_first, full_end, end),
+                    num_heads, group_size, padded_q, start_n, (first, full_first, full_end, end),
                     softmax_scale, 0, WITH_DQ, AHEAD)),
         (_consume, (dk_desc, dv_desc, dq_ptr, slopes_ptr, shared, problem, batch, head_kv,
-                    num_heads, group_size, tiles_m, start_n, (first, full_first, full_end, end),
+                    num_heads, group_size, padded_q, start_n, (first, full_first, full_end, end),
                     softmax_scale, 1, WITH_DQ, AHEAD)),
         (_produce, (q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc, shared, batch,
-                    head_kv, num_heads, group_size, tiles_m, start_n, first, end)),
+                    head_kv, num_heads, group_size, padded_q, start_n, first, end)),
     ], [4, 1], [240, 24])
     # fmt: on

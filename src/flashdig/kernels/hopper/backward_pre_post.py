@@ -98,6 +98,7 @@ def _postprocess_name(specialization):
         *(f"stride_{d}" for d in "bmh"),
         "num_heads",
         "seqlen_q",
+        "padded_q",
         "softmax_scale",
     ],
 )
@@ -109,6 +110,7 @@ def flashdig_hopper_backward_postprocess(
     stride_h,
     num_heads,
     seqlen_q,
+    padded_q,
     softmax_scale,
     HEAD_DIM: gl.constexpr,
     BLOCK_M: gl.constexpr,
@@ -133,7 +135,7 @@ def flashdig_hopper_backward_postprocess(
     rows = gl.arange(0, 64, gl.SliceLayout(1, written))
     columns = gl.arange(0, COLUMNS, gl.SliceLayout(0, written))
     out_ptr += (batch * stride_b + head * stride_h) * UNIT
-    sums_ptr += (batch_head * tiles * BLOCK_M + start_m) * HEAD_DIM
+    sums_ptr += (batch_head * padded_q + start_m) * HEAD_DIM
     for half in gl.static_range(2):
         x = gl.load(sums_ptr + half * 64 * COLUMNS + place) * softmax_scale
         x = gl.reshape(x.to(out_ptr.dtype.element_ty), [4, 8, 4, COLUMNS // 8, 2, 2])

@@ -1,0 +1,236 @@
+"""dQ alone for Hopper: one tile of rows stays, the keys that it sees walk by.
+
+    producer    Q and dO once; then K and V tiles, left to right, into rings of buffers (TMA)
+    consumers   two warpgroups of 64 rows keep dQ in registers: dP_i = dO V_i^T is issued;
+                P_i = exp(S_i - lse) meanwhile; then S_{i+1} = Q K_{i+1}^T and dQ += dS_i K_i
+
+Beside a main kernel that makes dK and dV only, it gives the same bits in every run: nothing is
+added up in memory. The price is that S and dP are computed twice: 7 products instead of 5.
+"""
+
+from flashdig.kernels.gluon_api import (
+    fence_async_shared,
+    gl,
+    gluon,
+    load_tile,
+    mbarrier,
+    store_tile,
+    wait_for_tile_stores,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from flashdig.kernels.hopper.backward_scores import hidden, places, scores_of
+from flashdig.kernels.hopper.problem import Problem, key_tiles
+from flashdig.kernels.hopper.ring import as_block_of, new_ring, put, release, take
+
+ROWS = gl.constexpr(64)  # of a warpgroup
+
+
+@gluon.jit
+def _produce(
+    q_desc, dout_desc, k_desc, v_desc, q_smem, dout_smem, rows_full, key_ring, value_ring, at,
+    start_m, first, end,
+):  # fmt: skip
+    batch, head, head_kv = at
+    BLOCK_N: gl.constexpr = k_desc.block_type.shape[2]
+    for c in gl.static_range(2):
+        full = rows_full.index(c)
+        mbarrier.expect(full, q_desc.block_type.nbytes + dout_desc.block_type.nbytes)
+        row = start_m + c * ROWS
+        load_tile(q_desc, [batch, head, row, 0], full, as_block_of(q_smem.index(c), q_desc))
+        load_tile(
+            dout_desc, [batch, head, row, 0], full, as_block_of(dout_smem.index(c), dout_desc)
+        )
+    for step in range(end - first):
+        put(key_ring, step, k_desc, batch, head_kv, (first + step) * BLOCK_N)
+        put(value_ring, step, v_desc, batch, head_kv, (first + step) * BLOCK_N)
+
+
+@gluon.jit
+def _walk(
+    state, q, dout, lse, delta, key_ring, value_ring, problem, start_m, first, begin, stop,
+    last_step, MASKED: gl.constexpr,
+):  # fmt: skip
+    """Key tiles begin..stop; S of the first is in `state`, as is that of the next at the end."""
+    dq, products = state
+    dtype: gl.constexpr = key_ring.tiles.dtype
+    BLOCK_N: gl.constexpr = key_ring.tiles.shape[1]
+    operand: gl.constexpr = gl.DotOperandLayout(0, dq.type.layout, 2)
+    s_layout: gl.constexpr = products.type.layout
+    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)
+    for tile in range(begin, stop):
+        step = tile - first
+        v = take(value_ring, step).permute((1, 0))
+        dprobs_started = warpgroup_mma(dout, v, zeros, use_acc=False, is_async=True)
+        keys, rows = places(products, start_m, tile * BLOCK_N, False)
+        scores, slope = scores_of(products, problem, keys, rows)
+        if MASKED:
+            scores = hidden(scores, problem, keys, rows)
+        probs = gl.exp2(scores * problem.exp_factor - lse[:, None])
+        if problem.SOFTCAP:
+            probs = probs * slope
+        dprobs = warpgroup_mma_wait(0, deps=(dprobs_started,))
+        release(value_ring, step)
+        ds = gl.convert_layout((probs * (dprobs - delta[:, None])).to(dtype), operand)
+        k_next = take(key_ring, gl.minimum(step + 1, last_step)).permute((1, 0))
+        products_started = warpgroup_mma(q, k_next, zeros, use_acc=False, is_async=True)
+        k = key_ring.tiles.index(step % key_ring.STAGES)
+        dq_started = warpgroup_mma(ds, k, dq, is_async=True)
+        products, dq, _ = warpgroup_mma_wait(0, deps=(products_started, dq_started, ds))
+        release(key_ring, step)
+    return dq, products
+
+
+@gluon.jit
+def _consume(
+    dq_desc, lse_ptr, delta_ptr, q_smem, dout_smem, rows_full, key_ring, value_ring, problem, at,
+    start_m, tiles, softmax_scale, CONSUMER: gl.constexpr,
+):  # fmt: skip
+    batch, head, _ = at
+    first, full_first, full_end, end = tiles
+    BLOCK_N: gl.constexpr = key_ring.tiles.shape[1]
+    HEAD_DIM: gl.constexpr = key_ring.tiles.shape[2]
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    start_m += CONSUMER * ROWS
+    rows = start_m + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
+    lse = gl.load(lse_ptr + rows)
+    delta = gl.load(delta_ptr + rows)
+    dq = gl.zeros([ROWS, HEAD_DIM], gl.float32, d_layout)
+    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)
+    q = q_smem.index(CONSUMER)
+    dout = dout_smem.index(CONSUMER)
+
+    mbarrier.wait(rows_full.index(CONSUMER), 0)
+    k = take(key_ring, 0).permute((1, 0))
+    products_started = warpgroup_mma(q, k, zeros, use_acc=False, is_async=True)
+    products = warpgroup_mma_wait(0, deps=(products_started,))
+    last_step = end - first - 1
+    # keys cut on the window's left side, whole ones, keys cut by the diagonal or the end
+    if problem.LEFT:
+        dq, products = _walk(
+            (dq, products), q, dout, lse, delta, key_ring, value_ring, problem, start_m, first,
+            first, full_first, last_step, True,
+        )  # fmt: skip
+    dq, products = _walk(
+        (dq, products), q, dout, lse, delta, key_ring, value_ring, problem, start_m, first,
+        full_first, full_end, last_step, False,
+    )  # fmt: skip
+    dq, products = _walk(
+        (dq, products), q, dout, lse, delta, key_ring, value_ring, problem, start_m, first,
+        full_end, end, last_step, True,
+    )  # fmt: skip
+
+    # through Q's buffer, which nothing reads any more; rows past seqlen_q are not written
+    q.store((dq * softmax_scale).to(q.dtype))
+    fence_async_shared()
+    store_tile(dq_desc, [batch, head, start_m, 0], as_block_of(q, dq_desc))
+    wait_for_tile_stores(0)
+
+
+def kernel_name(specialization):
+    c = specialization.constants
+    dtype = "bf16" if "bf16" in specialization.signature["q_desc"] else "fp16"
+    mask = "window" if c["LEFT"] else "causal" if c["RIGHT"] else "full"
+    return f"flashdig_hopper_backward_dq_{dtype}_d{c['HEAD_DIM']}_m128n{c['BLOCK_N']}_{mask}"
+
+
+@gluon.jit(
+    repr=kernel_name,
+    do_not_specialize=[
+        "batch_size",
+        "num_heads",
+        "group_size",
+        "seqlen_q",
+        "seqlen_k",
+        "padded_q",
+        "offset",
+        "heads_together",
+        "left",
+        "right",
+        "score_factor",
+        "exp_factor",
+        "softcap",
+        "softmax_scale",
+        "stride_slopes_b",
+    ],
+)
+def flashdig_hopper_backward_dq(
+    q_desc,
+    dout_desc,
+    k_desc,
+    v_desc,
+    dq_desc,
+    lse_ptr,
+    delta_ptr,
+    slopes_ptr,
+    batch_size,
+    num_heads,
+    group_size,
+    seqlen_q,
+    seqlen_k,
+    padded_q,
+    offset,
+    heads_together,
+    left,
+    right,
+    score_factor,
+    exp_factor,
+    softcap,
+    softmax_scale,
+    stride_slopes_b,
+    HEAD_DIM: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
+    LEFT: gl.constexpr,
+    RIGHT: gl.constexpr,
+    SOFTCAP: gl.constexpr,
+):
+    dtype: gl.constexpr = q_desc.dtype
+    BLOCK_M: gl.constexpr = 2 * ROWS
+    tile_q: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, HEAD_DIM], dtype)
+    q_smem = gl.allocate_shared_memory(dtype, [2, ROWS, HEAD_DIM], tile_q)
+    dout_smem = gl.allocate_shared_memory(dtype, [2, ROWS, HEAD_DIM], tile_q)
+    rows_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for c in gl.static_range(2):
+        mbarrier.init(rows_full.index(c), count=1)
+    key_ring = new_ring(dtype, BLOCK_N, HEAD_DIM, STAGES, 2)
+    value_ring = new_ring(dtype, BLOCK_N, HEAD_DIM, STAGES, 2)
+    fence_async_shared()
+
+    # `heads_together` heads share the L2 cache; within them the longest rows come first
+    tiles_m = gl.cdiv(seqlen_q, BLOCK_M)
+    program = gl.program_id(0)
+    section = program // (tiles_m * heads_together)
+    inside = program % (tiles_m * heads_together)
+    section_heads = gl.minimum(heads_together, batch_size * num_heads - section * heads_together)
+    batch_head = section * heads_together + inside % section_heads
+    batch = batch_head // num_heads
+    head = batch_head % num_heads
+    start_m = (tiles_m - 1 - inside // section_heads) * BLOCK_M
+    lse_ptr += batch_head.to(gl.int64) * padded_q
+    delta_ptr += batch_head.to(gl.int64) * padded_q
+    ALIBI: gl.constexpr = slopes_ptr is not None
+    slope = score_factor * 0.0
+    if ALIBI:
+        slope = gl.load(slopes_ptr + batch * stride_slopes_b + head)
+    problem = Problem(
+        seqlen_q, seqlen_k, offset, left, right, score_factor, exp_factor, softcap, slope,
+        LEFT, RIGHT, SOFTCAP, ALIBI,
+    )  # fmt: skip
+    first, full_first, full_end, end = key_tiles(problem, start_m, BLOCK_M, BLOCK_N)
+    at = (batch, head, head // group_size)
+
+    # the tuples stand inside the calls: bound to a name, their constants would become tensors
+    # fmt: off
+    gl.warp_specialize([
+        (_consume, (dq_desc, lse_ptr, delta_ptr, q_smem, dout_smem, rows_full, key_ring,
+                    value_ring, problem, at, start_m, (first, full_first, full_end, end),
+                    softmax_scale, 0)),
+        (_consume, (dq_desc, lse_ptr, delta_ptr, q_smem, dout_smem, rows_full, key_ring,
+                    value_ring, problem, at, start_m, (first, full_first, full_end, end),
+                    softmax_scale, 1)),
+        (_produce, (q_desc, dout_desc, k_desc, v_desc, q_smem, dout_smem, rows_full, key_ring,
+                    value_ring, at, start_m, first, end)),
+    ], [4, 1], [240, 24])
+    # fmt: on
