@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 def command(
     suite: Annotated[
         str,
-        typer.Argument(help="A suite's name (of benchmarks/suites) or its TOML file."),
+        typer.Argument(
+            help="A suite's name (of benchmarks/suites) or its TOML file; or host: what a call "
+            "costs before the GPU starts."
+        ),
     ],
     ours: Annotated[
         str | None,
@@ -54,6 +57,14 @@ def command(
         float | None,
         typer.Option(min=0, help="Seconds after which no further cell is begun."),
     ] = None,
+    first_calls: Annotated[
+        bool,
+        typer.Option(
+            "--first-calls",
+            help="host only: also the first call of a process, with an empty and a warm cache and "
+            "in 8 processes at once.",
+        ),
+    ] = False,
     output: Annotated[
         Path | None, typer.Option(help="Append the run to this record (JSON).")
     ] = None,
@@ -64,10 +75,24 @@ def command(
     Exit code 1: a result of ours was wrong, or it failed; 2: usage; 3: an unreadable suite or
     record.
     """
+    if suite == "host":
+        _refuse_for_host(ours=ours, against=against, cells=cells, time_limit=time_limit)
+        from flashdig.cli.bench_host import bench_host
+
+        bench_host(peers, rounds, first_calls, output, as_json)
+        return
+    if first_calls:
+        raise UsageError("--first-calls is for flashdig bench host")
     chosen = _suite(suite)
     plan = _plan(chosen, ours, peers, cells, rounds, time_limit)
     _check_against(against, plan)
     _bench(plan, against or chosen.against, output, as_json)
+
+
+def _refuse_for_host(**options: object) -> None:
+    for name, value in options.items():
+        if value is not None:
+            raise UsageError(f"--{name.replace('_', '-')} is not for flashdig bench host")
 
 
 def _suite(name: str) -> Suite:

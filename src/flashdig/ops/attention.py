@@ -29,6 +29,7 @@ DIFFERENTIABLE = (0, 1, 2, 3, 5)
 LAUNCHERS = {
     "tiled": ("flashdig.kernels.tiled_launch", "flashdig.kernels.tiled_launch"),
     "triton": ("flashdig.kernels.triton.forward_launch", "flashdig.kernels.triton.backward"),
+    "hopper": ("flashdig.kernels.hopper.forward_launch", "flashdig.kernels.triton.backward"),
 }
 
 _TENSOR_ARGUMENTS = (
@@ -86,7 +87,7 @@ def planned_forward(inputs: tuple[Any, ...]) -> Plan | None:
     return plan_of(make, ("forward", backend), tensors, (*settings, out_dtype))
 
 
-def _planned_backward(inputs: tuple[Any, ...]) -> Plan | None:
+def planned_backward(inputs: tuple[Any, ...]) -> Plan | None:
     count = TENSORS + 4  # the two upstream gradients before, out and lse behind
     tensors, (*settings, wanted, backend) = inputs[:count], inputs[count:]
     plan = _planner(backend, 1)
@@ -166,7 +167,7 @@ def _forward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _backward(*inputs: Any) -> list[torch.Tensor]:
     tensors = inputs[: TENSORS + 4]
-    plan = _planned_backward(inputs)
+    plan = planned_backward(inputs)
     if plan is not None:
         gradients = _on_device_of(inputs[2], plan, *tensors)
     else:
@@ -309,10 +310,10 @@ class _PlannedAttentionFunction(torch.autograd.Function):
     def backward(
         ctx: Any, grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        return _gradients(ctx, 2, grad_out, grad_lse, _planned_backward_op)
+        return _gradients(ctx, 2, grad_out, grad_lse, _backward_past_dispatcher)
 
 
-def _planned_backward_op(*inputs: Any) -> Any:
+def _backward_past_dispatcher(*inputs: Any) -> Any:
     if (
         torch.is_grad_enabled()
         or torch.compiler.is_compiling()
