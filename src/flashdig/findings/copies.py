@@ -56,6 +56,10 @@ def hidden_mask_copy(recording: Recording) -> list[Finding]:
     return [
         Finding(
             rule="hidden-mask-copy",
+            device_ns=event.duration_ns,
+            host_ns=_extra_host_ns(event),
+            calls=tuple({id(c): c for c, _ in found}.values()),
+            backend=call.backend,
             verdict="slow",
             claim=(
                 f"masked_fill is out of place: it copies {what} in "
@@ -105,6 +109,8 @@ def copies_before_kernel(recording: Recording) -> list[Finding]:
     return [
         Finding(
             rule="copy-before-kernel",
+            calls=tuple(calls),
+            backend=first_call.backend,
             verdict="slow",
             claim=(
                 f"{first_op.name.removeprefix('aten::')}() copies a tensor of shape {shape} and "
@@ -156,6 +162,9 @@ def repeated_heads(recording: Recording) -> list[Finding]:
     return [
         Finding(
             rule="repeated-heads",
+            device_ns=total_ns / len(calls) if call.backend == "eager" else None,
+            calls=tuple(calls),
+            backend=call.backend,
             verdict="slow",
             claim=(
                 f"K and V are copied {repeats} times over before the attention, once for each "
@@ -235,3 +244,12 @@ def _bytes(op: HostOp) -> int:
     kind = op.inputs.dtypes[0] if op.inputs is not None and op.inputs.dtypes else ""
     size = {"c10::BFloat16": 2, "c10::Half": 2, "float": 4, "double": 8}.get(kind, 0)
     return math.prod(shape) * size
+
+
+def _extra_host_ns(event: DeviceEvent) -> float | None:
+    """Host time of the out-of-place masked_fill beyond the in-place one inside of it."""
+    outer = next((op for op in chain(event) if op.name == "aten::masked_fill"), None)
+    inner = event.op
+    while inner is not None and inner is not outer and inner.parent is not outer:
+        inner = inner.parent
+    return None if outer is None or inner is None else float(inner.duration_ns)

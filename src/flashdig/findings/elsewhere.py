@@ -7,6 +7,7 @@ from statistics import median
 from flashdig.costs.units import percent, seconds
 from flashdig.findings.finding import Finding, Number
 from flashdig.findings.recording import Recording, main_kernel, place
+from flashdig.readers.kernel_names import decode
 from flashdig.readers.model import Kernel
 
 _SMALL_SHARE = 0.2
@@ -80,6 +81,7 @@ def slowing_down(recording: Recording) -> list[Finding]:
         found.append(
             Finding(
                 rule="slowing-down",
+                backend=decode(kernels[0].name).backend,
                 verdict="check",
                 claim=(
                     f"The same kernel with the same launch goes from {seconds(early / 1e9)} to "

@@ -6,7 +6,7 @@ scaled_dot_product_attention refuses.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from statistics import median
 
 from flashdig.costs.units import seconds, with_unit
@@ -33,8 +33,7 @@ def math_fallback(recording: Recording) -> list[Finding]:
         by_reason.setdefault(fallback_reason(call), []).append(call)
     found = []
     for reason, calls in by_reason.items():
-        forwards = {id(call) for call in calls}
-        backwards = [call for call in recording.calls if id(call.forward) in forwards]
+        backwards = _backwards(recording, calls)
         finding = _fallback_finding(recording, reason, calls, backwards)
         if finding is not None:
             found.append(finding)
@@ -66,6 +65,10 @@ def _fallback_finding(
     with_backward = f" ({_counts(backwards[0])} in its backward)" if backwards else ""
     return Finding(
         rule="math-fallback",
+        device_ns=typical if guess is None else typical - guess.expected_s * 1e9,
+        host_ns=median(call.host_ns or 0 for call in calls),
+        calls=(*calls, *backwards),
+        backend=first.backend,
         verdict="slow",
         claim=(
             f"scaled_dot_product_attention fell back to its math backend: {_counts(first)}"
@@ -212,6 +215,8 @@ def unfused_attention(recording: Recording) -> list[Finding]:
     return [
         Finding(
             rule="unfused-attention",
+            calls=tuple(eager),
+            backend=longest.backend,
             verdict="slow",
             claim=(
                 f"Attention is made of {_counts(longest)}; the score matrix{written} passes "
@@ -233,6 +238,61 @@ def unfused_attention(recording: Recording) -> list[Finding]:
             ),
         )
     ]
+
+
+def slower_backend(recording: Recording) -> list[Finding]:
+    """An older backend of torch ran where nothing recorded excludes a faster one."""
+    found = []
+    if recording.device is None or float(recording.device.architecture) < 9.0:
+        return []
+    for group in recording.groups:
+        call, typical = group.first, group.median_device_ns
+        if call.backend not in ("flash", "efficient") or call.pass_ != "forward" or not typical:
+            continue
+        if call.op is None or call.op.name != _SDPA or call.dropout or call.is_decoding:
+            continue
+        if "cudnn" in refusals(call) or (recording.share(group.device_ns or 0) or 0) < 0.05:
+            continue
+        guess = recording.expected(call.problem(), "sdpa_cudnn")
+        if guess is None or typical < 1.3e9 * guess.expected_s:
+            continue
+        saved = typical / 1e9 - guess.expected_s
+        found.append(
+            Finding(
+                rule="slower-backend",
+                backend=call.backend,
+                verdict="slow",
+                device_ns=saved * 1e9,
+                calls=(*group.calls, *_backwards(recording, group.calls)),
+                claim=(
+                    f"The {call.backend} backend ran, built on mma.sync, the older product of this "
+                    f"chip: {seconds(typical / 1e9)} a call. Nothing recorded excludes cuDNN, "
+                    f"which has wgmma, for which the model gives {seconds(guess.expected_s)}; so "
+                    "the backend was pinned or cuDNN switched off."
+                ),
+                where=f"{times(group.count, 'call')} of {group.describe()}",
+                numbers=(
+                    Number("device time of a call", typical, "ns", place(call.events[0])),
+                    Number("guess for sdpa_cudnn", guess.expected_s * 1e9, "ns"),
+                ),
+                gain=recording.device_gain(saved * group.count, "the model of sdpa_cudnn"),
+                advice=Advice(
+                    "Let torch choose, or take a kernel made for the chip.",
+                    "from torch.nn.attention import SDPBackend, sdpa_kernel\n"
+                    "with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):\n"
+                    "    out = F.scaled_dot_product_attention(q, k, v)",
+                    ("F", "q", "k", "v"),
+                ),
+                confidence="likely",
+            )
+        )
+    return found
+
+
+def _backwards(recording: Recording, calls: Sequence[AttentionCall]) -> list[AttentionCall]:
+    """The backward calls of forward ones."""
+    forwards = {id(call) for call in calls}
+    return [call for call in recording.calls if id(call.forward) in forwards]
 
 
 def kernels_of(call: AttentionCall) -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from flashdig.readers.attribution import AttentionCall
 
 Verdict = Literal["slow", "fine", "not measured", "elsewhere", "check"]
 Confidence = Literal["certain", "likely", "possible"]
@@ -72,6 +74,9 @@ class Finding:
         where: which calls or kernels, in words.
         confidence: "certain" (the file shows it), "likely" (it follows from documented behaviour),
             "possible" (other causes would look the same).
+        backend: of the calls concerned; None where it is not about calls of one backend.
+        device_ns, host_ns: time of one call that it accounts for; None where it is not about that.
+        calls: the attention calls concerned; () where it is not about calls.
         part_of: the rule whose advice removes this as well; its gain is counted there.
     """
 
@@ -83,7 +88,11 @@ class Finding:
     gain: Gain | None = None
     advice: Advice | None = None
     confidence: Confidence = "certain"
+    backend: str | None = None
     part_of: str | None = None
+    device_ns: float | None = None
+    host_ns: float | None = None
+    calls: tuple[AttentionCall, ...] = field(default=(), repr=False, compare=False)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -100,6 +109,7 @@ class Finding:
                 else {**vars(self.advice), "given": list(self.advice.given)}
             ),
             "confidence": self.confidence,
+            "backend": self.backend,
             "part_of": self.part_of,
         }
 

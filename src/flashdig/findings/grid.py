@@ -43,6 +43,9 @@ def small_grid(recording: Recording) -> list[Finding]:
         found.append(
             Finding(
                 rule="small-grid",
+                device_ns=(1 - blocks / sms) * kernel.duration_ns,
+                calls=tuple(group.calls),
+                backend=group.first.backend,
                 verdict="slow",
                 claim=(
                     f"The grid has {blocks} blocks{asked if call.sizes.batch else ''} for {sms} "
@@ -95,6 +98,9 @@ def decode_without_split(recording: Recording) -> list[Finding]:
         found.append(
             Finding(
                 rule="decode-without-split",
+                device_ns=typical - guess.expected_s * 1e9,
+                calls=tuple(group.calls),
+                backend=group.first.backend,
                 verdict="slow",
                 claim=(
                     f"One query against {keys:,.0f} keys runs in {blocks} blocks on {sms} SMs: the "
@@ -138,6 +144,9 @@ def tail_wave(recording: Recording) -> list[Finding]:
         found.append(
             Finding(
                 rule="tail-wave",
+                device_ns=lost * kernel.duration_ns,
+                calls=tuple(group.calls),
+                backend=group.first.backend,
                 verdict="slow",
                 claim=(
                     f"{waves.programs:,} blocks of equal work make {waves.waves:.3g} waves over "
@@ -195,6 +204,9 @@ def causal_imbalance(recording: Recording) -> list[Finding]:
         found.append(
             Finding(
                 rule="causal-imbalance",
+                device_ns=(1 - falling / rising) * kernel.duration_ns,
+                calls=tuple(group.calls),
+                backend=group.first.backend,
                 verdict="slow",
                 claim=(
                     f"Causal blocks work on 1 to {max(tiles)} key tiles. If the short ones start "

@@ -121,6 +121,8 @@ def host_bound_call(recording: Recording) -> list[Finding]:
         found.append(
             Finding(
                 rule="host-bound-call",
+                calls=tuple(group.calls),
+                backend=group.first.backend,
                 verdict="slow",
                 claim=(
                     f"A call keeps the host for {seconds(host / 1e9)} and the device for "
@@ -166,6 +168,9 @@ def cudnn_planning(recording: Recording) -> list[Finding]:
     return [
         Finding(
             rule="cudnn-planning",
+            host_ns=typical,
+            calls=tuple(c for c, _, _ in own),
+            backend=call.backend,
             verdict="fine" if hidden else "slow",
             claim=(
                 f"cuDNN looks up and prepares its plan in every call: {seconds(typical / 1e9)} of "
@@ -201,6 +206,73 @@ def cudnn_planning(recording: Recording) -> list[Finding]:
             confidence="likely",
         )
     ]
+
+
+def wrapper_cost(recording: Recording) -> list[Finding]:
+    """Host time in the Python layers around a library's own operator."""
+    found = []
+    for group in recording.groups:
+        call = _typical(group.calls)
+        inner = _launching_operator(call)
+        if call.op is None or inner is None or inner is call.op or call.pass_ != "forward":
+            continue
+        if call.op.name.startswith("aten::"):
+            continue
+        around = (call.host_ns or 0) - inner.duration_ns
+        device = group.median_device_ns or 0
+        if around < 0.3 * (call.host_ns or 0) or around < 30_000 or group.count < 2:
+            continue
+        hidden = device > (call.host_ns or 0)
+        found.append(
+            Finding(
+                rule="wrapper-cost",
+                host_ns=around,
+                calls=tuple(group.calls),
+                backend=group.first.backend,
+                verdict="fine" if hidden else "slow",
+                claim=(
+                    f"{seconds(around / 1e9)} of a call's {seconds((call.host_ns or 0) / 1e9)} on "
+                    f"the host pass in {call.op.name} and other layers around {inner.name}, which "
+                    f"does the launch; the device takes {seconds(device / 1e9)}."
+                ),
+                where=f"{times(group.count, 'call')} of {group.describe()}",
+                numbers=(
+                    Number("host time of the call", call.host_ns or 0, "ns", place(call.op)),
+                    Number(
+                        "host time of the inner operator", inner.duration_ns, "ns", place(inner)
+                    ),
+                ),
+                gain=(
+                    None
+                    if hidden
+                    else recording.host_gain(
+                        around * group.count / 1e9, "host time outside of the inner operator"
+                    )
+                ),
+                advice=Advice(
+                    "Capture the calls in a CUDA graph; the layers then run once.",
+                    "graph = torch.cuda.CUDAGraph()\n"
+                    "with torch.cuda.graph(graph):\n"
+                    "    out = attend(q, k, v)\n"
+                    "graph.replay()",
+                    ("torch", "attend", "q", "k", "v"),
+                ),
+                confidence="likely",
+            )
+        )
+    return found
+
+
+def _launching_operator(call: AttentionCall) -> HostOp | None:
+    """The innermost operator of a library (not aten) around the call's longest kernel."""
+    if not call.events:
+        return None
+    op = max(call.events, key=lambda event: event.duration_ns).op
+    while op is not None and op is not call.op:
+        if op.kind == "operator" and not op.name.startswith("aten::"):
+            return op
+        op = op.parent
+    return None
 
 
 def compiled_in_loop(recording: Recording) -> list[Finding]:

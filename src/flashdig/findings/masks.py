@@ -46,6 +46,9 @@ def mask_rebuilt(recording: Recording) -> list[Finding]:
     return [
         Finding(
             rule="mask-rebuilt",
+            device_ns=each,
+            calls=tuple(calls),
+            backend=call.backend,
             verdict="slow",
             claim=(
                 f"The causal mask is built anew in every call: {len(events)} kernels, "
@@ -115,6 +118,9 @@ def safe_softmax(recording: Recording) -> list[Finding]:
     return [
         Finding(
             rule="safe-softmax",
+            device_ns=total_ns / len(calls),
+            calls=tuple(calls),
+            backend=calls[0].backend,
             verdict="slow",
             claim=(
                 f"{len(first)} kernels around the softmax look for rows whose keys are all hidden "
@@ -155,6 +161,9 @@ def mask_converted(recording: Recording) -> list[Finding]:
     return [
         Finding(
             rule="mask-converted",
+            device_ns=total_ns / len(calls),
+            calls=tuple(calls),
+            backend=calls[0].backend,
             verdict="slow",
             claim=(
                 f"torch turns the boolean mask into a float bias in every call: {len(first)} "
@@ -197,6 +206,8 @@ def quadratic_mask(recording: Recording) -> list[Finding]:
         findings.append(
             Finding(
                 rule="quadratic-mask",
+                calls=tuple(calls),
+                backend=call.backend,
                 verdict="check",
                 claim=(
                     f"The mask is a tensor of {' x '.join(map(str, shape))}, "
@@ -232,6 +243,8 @@ def padding(recording: Recording) -> list[Finding]:
     return [
         Finding(
             rule="padding",
+            calls=tuple(calls),
+            backend=call.backend,
             verdict="check",
             claim=(
                 f"Each of the {call.sizes.batch} sequences has its own mask row over "

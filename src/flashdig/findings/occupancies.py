@@ -8,6 +8,7 @@ from flashdig.findings.finding import Finding, Number
 from flashdig.findings.recording import Recording, main_kernel, place
 from flashdig.hardware.arch import architecture
 from flashdig.hardware.occupancy import Occupancy, occupancy
+from flashdig.readers.attribution import AttentionCall
 from flashdig.readers.kernel_names import decode
 from flashdig.readers.model import DeviceProperties, Kernel
 from flashdig.readers.occupancy import judge
@@ -32,6 +33,8 @@ def occupancy_by_design(recording: Recording) -> list[Finding]:
         found.append(
             Finding(
                 rule="occupancy-by-design",
+                calls=_calls_of(recording, kernel),
+                backend=decode(kernel.name).backend,
                 verdict="fine",
                 claim=(
                     f"Occupancy is {percent(fit.fraction)}, by design: {threads} threads x "
@@ -76,6 +79,8 @@ def occupancy_not_measured(recording: Recording) -> list[Finding]:
     return [
         Finding(
             rule="occupancy-not-measured",
+            calls=tuple(c for one in kernels for c in _calls_of(recording, one)),
+            backend=decode(kernel.name).backend,
             verdict="not measured",
             claim=(
                 f"The recorded occupancy of 0 % is no measurement: the recorder does not work it "
@@ -108,6 +113,8 @@ def occupancy_of_small_grid(recording: Recording) -> list[Finding]:
         found.append(
             Finding(
                 rule="occupancy-of-small-grid",
+                calls=_calls_of(recording, kernel),
+                backend=decode(kernel.name).backend,
                 verdict="fine",
                 claim=(
                     f"The recorded occupancy of 0 % is a grid of {blocks} blocks for {sms} SMs, "
@@ -156,3 +163,12 @@ def _fit(kernel: Kernel, device: DeviceProperties | None) -> Occupancy | None:
 def _shared_words(kernel: Kernel) -> str:
     size = kernel.shared_memory_bytes or 0
     return f" and {size / 1024:.3g} KB of shared memory" if size else ""
+
+
+def _calls_of(recording: Recording, kernel: Kernel) -> tuple[AttentionCall, ...]:
+    """The calls that this kernel, launched alike, does the work of."""
+    return tuple(
+        call
+        for call in recording.calls
+        if (main := main_kernel(call)) is not None and main[0].name == kernel.name
+    )

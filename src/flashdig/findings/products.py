@@ -48,14 +48,21 @@ def _finding(recording: Recording, kernels: list[Kernel], is_math: bool) -> Find
         rate = f" The longest reaches {tflops:.3g} TFLOP/s."
         numbers.append(Number("operations of the longest product", flops, "FLOP"))
     share = recording.share(total_ns)
+    wanted = {id(kernel) for kernel in kernels}
+    calls = tuple(
+        call for call in recording.calls if any(id(event) in wanted for event in call.events)
+    )
     cause = (
         "The math backend casts 16-bit inputs to float32, and TF32 is off"
-        if is_math and _casts(recording, kernels)
+        if is_math and any(call.sizes.dtype in ("float16", "bfloat16") for call in calls)
         else "Inputs are float32 and TF32 is off"
     )
     saved = _saved_s(recording, kernels)
     return Finding(
         rule="products-on-cuda-cores",
+        device_ns=total_ns / len(calls) if is_math else None,
+        calls=calls if is_math else (),
+        backend="math" if is_math else None,
         verdict="slow",
         claim=(
             f"{times(len(kernels), 'float32 product')} run on the CUDA cores, "
@@ -78,15 +85,6 @@ def _finding(recording: Recording, kernels: list[Kernel], is_math: bool) -> Find
             ("torch",),
         ),
         part_of="math-fallback" if is_math else None,
-    )
-
-
-def _casts(recording: Recording, kernels: list[Kernel]) -> bool:
-    wanted = {id(kernel) for kernel in kernels}
-    return any(
-        call.sizes.dtype in ("float16", "bfloat16")
-        for call in recording.calls
-        if any(id(event) in wanted for event in call.events)
     )
 
 

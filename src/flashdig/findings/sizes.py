@@ -32,6 +32,9 @@ def padded_head_dim(recording: Recording) -> list[Finding]:
         found.append(
             Finding(
                 rule="padded-head-dim",
+                device_ns=waste * kernel.duration_ns,
+                calls=tuple(group.calls),
+                backend=group.first.backend,
                 verdict="slow",
                 claim=(
                     f"head_dim is {dim} and the kernel works on {built}: {percent(waste)} of its "
@@ -75,6 +78,9 @@ def float32_attention(recording: Recording) -> list[Finding]:
         found.append(
             Finding(
                 rule="float32-attention",
+                device_ns=typical - half[1] * 1e9,
+                calls=tuple(group.calls),
+                backend=call.backend,
                 verdict="slow",
                 claim=(
                     f"Attention runs in float32, {seconds(typical / 1e9)} a call: the flash and "
@@ -145,6 +151,7 @@ def _misaligned(
 ) -> Finding:
     return Finding(
         rule="misaligned-rows",
+        backend=call.backend,
         verdict="slow",
         claim=(
             f"Rows of {name} are {step} bytes apart, no multiple of {_VECTOR_BYTES}: kernels that "
