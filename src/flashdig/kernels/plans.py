@@ -46,6 +46,11 @@ _plans = Kept()
 _ABSENT = object()
 
 
+def forget() -> None:
+    """Drop every kept plan."""
+    _plans.clear()
+
+
 def is_aligned(x: torch.Tensor) -> bool:
     return x.data_ptr() % ALIGNMENT == 0
 

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
+from torch.autograd import forward_ad
 
 from flashdig.kernels.plans import Plan, plan_of
 from flashdig.ops import batching, eager, flops
@@ -325,7 +326,7 @@ def _backward_past_dispatcher(*inputs: Any) -> Any:
 
 
 def _forward_with_autograd(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    if not _takes_gradient(inputs[:TENSORS]):
+    if not _differentiated(inputs[:TENSORS]):
         return _forward_below_autograd(*inputs)
     apply: Any = _PlainAttentionFunction.apply
     out, lse = apply(*inputs)
@@ -333,7 +334,7 @@ def _forward_with_autograd(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _backward_with_autograd(*inputs: Any) -> list[torch.Tensor]:
-    if not _takes_gradient(inputs[: TENSORS + 4]):
+    if not _differentiated(inputs[: TENSORS + 4]):
         return list(_backward_below_autograd(*inputs))
     apply: Any = _PlainAttentionBackwardFunction.apply
     return list(apply(*inputs))
@@ -341,6 +342,14 @@ def _backward_with_autograd(*inputs: Any) -> list[torch.Tensor]:
 
 def _takes_gradient(tensors: tuple[torch.Tensor | None, ...]) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def _differentiated(tensors: tuple[torch.Tensor | None, ...]) -> bool:
+    """Also in forward mode, which autograd functions without a rule for it refuse."""
+    return _takes_gradient(tensors) or (
+        forward_ad._current_level >= 0
+        and any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors)
+    )
 
 
 def _register() -> None:
