@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING, Any
 from flashdig._version import __version__
 
 if TYPE_CHECKING:
-    from flashdig.api import attention, attention_varlen, merge_partials
+    from flashdig.api import (
+        attention,
+        attention_varlen,
+        attention_with_kvcache,
+        merge_partials,
+    )
     from flashdig.facades.flash_attn import (
         flash_attn_func,
         flash_attn_kvpacked_func,
@@ -17,12 +22,14 @@ if TYPE_CHECKING:
         flash_attn_varlen_func,
         flash_attn_varlen_kvpacked_func,
         flash_attn_varlen_qkvpacked_func,
+        flash_attn_with_kvcache,
     )
     from flashdig.problem import AttentionProblem, Mask
 
 _HOMES = {
     "attention": "flashdig.api",
     "attention_varlen": "flashdig.api",
+    "attention_with_kvcache": "flashdig.api",
     "merge_partials": "flashdig.api",
     "AttentionProblem": "flashdig.problem",
     "Mask": "flashdig.problem",
@@ -32,6 +39,7 @@ _HOMES = {
     "flash_attn_varlen_func": "flashdig.facades.flash_attn",
     "flash_attn_varlen_kvpacked_func": "flashdig.facades.flash_attn",
     "flash_attn_varlen_qkvpacked_func": "flashdig.facades.flash_attn",
+    "flash_attn_with_kvcache": "flashdig.facades.flash_attn",
 }
 
 __all__ = [
@@ -40,12 +48,14 @@ __all__ = [
     "__version__",
     "attention",
     "attention_varlen",
+    "attention_with_kvcache",
     "flash_attn_func",
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",
     "flash_attn_varlen_func",
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
     "merge_partials",
 ]
 

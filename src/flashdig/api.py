@@ -6,12 +6,13 @@ import torch
 
 from flashdig import kept_calls
 from flashdig.kernels.reference import merge_partials
+from flashdig.kvcache import attention_with_kvcache
 from flashdig.packing import Packing
 from flashdig.problem import Causal
 from flashdig.run import serve
 from flashdig.validate import Options, dense_call, packed_call
 
-__all__ = ["attention", "attention_varlen", "merge_partials"]
+__all__ = ["attention", "attention_varlen", "attention_with_kvcache", "merge_partials"]
 
 
 def attention(

@@ -32,10 +32,10 @@ from typing import Any, cast
 import torch
 
 from flashdig import checks
-from flashdig.api import attention, attention_varlen
+from flashdig.api import attention, attention_varlen, attention_with_kvcache
 from flashdig.facades import dropout_mask
 from flashdig.facades.arguments import as_length, known_length, unlimited_if_negative, unpacked
-from flashdig.facades.softmax_lse import dense_lse, packed_lse
+from flashdig.facades.softmax_lse import cached_lse, dense_lse, packed_lse
 
 __all__ = [
     "flash_attn_func",
@@ -44,6 +44,7 @@ __all__ = [
     "flash_attn_varlen_func",
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
 ]
 
 Window = tuple[int, int]
@@ -210,6 +211,83 @@ def flash_attn_varlen_qkvpacked_func(
     )
     lengths = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
     return _packed(q, k, v, lengths, options, return_attn_probs)
+
+
+def flash_attn_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    rotary_cos: torch.Tensor | None = None,
+    rotary_sin: torch.Tensor | None = None,
+    cache_seqlens: int | torch.Tensor | None = None,
+    cache_batch_idx: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: torch.Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention of q (batch, seqlen_q, num_heads, head_dim) over caches, to which k and v (batch,
+    seqlen_new, num_heads_kv, head_dim) are appended first, in place. There is no backward.
+
+    Args:
+        k_cache, v_cache: (batch_cache, seqlen_cache, num_heads_kv, head_dim), or with `block_table`
+            (num_blocks, block_size, num_heads_kv, head_dim), any block size.
+        rotary_cos, rotary_sin: (positions, rotary_dim / 2); k is rotated at cache_seqlens + i, and
+            q too if causal or windowed, else all of q at cache_seqlens.
+        cache_seqlens: int or (batch,) int32, keys in the cache; None: it is full.
+        cache_batch_idx: (batch,) int32 rows of the cache, not with `block_table`.
+        cache_leftpad: (batch,) int32 keys at the start that do not count.
+        block_table: (batch, max_blocks) int32 block numbers.
+        rotary_interleaved: dimensions (2i, 2i + 1) turn together, else (i, i + rotary_dim / 2).
+        num_splits: parts that the keys are split into; 0 chooses.
+        The others are as the module says.
+
+    Returns: out (batch, seqlen_q, num_heads, head_dim); with `return_softmax_lse` also softmax_lse
+        (batch, num_heads, seqlen_q).
+    """
+    checks.check_flags(return_softmax_lse=return_softmax_lse)
+    if block_table is not None:
+        _check_block_table(block_table)
+    options: dict[str, Any] = {
+        "causal": causal,
+        "window": unlimited_if_negative(window_size),
+        "alibi_slopes": alibi_slopes,
+    }
+    out, lse = attention_with_kvcache(
+        q,
+        k_cache,
+        v_cache,
+        k,
+        v,
+        cache_seqlens=cache_seqlens,
+        page_table=block_table,
+        cache_batch_idx=cache_batch_idx,
+        cache_leftpad=cache_leftpad,
+        rotary_cos=rotary_cos,
+        rotary_sin=rotary_sin,
+        rotary_interleaved=rotary_interleaved,
+        num_splits=num_splits,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        return_lse=True,
+        **options,
+    )
+    if not return_softmax_lse:
+        return out
+    capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
+    seqlens_k = capacity if cache_seqlens is None else cache_seqlens
+    seqlens_k = seqlens_k + (0 if k is None else k.shape[1])
+    if cache_leftpad is not None:
+        seqlens_k = seqlens_k - cache_leftpad
+    return out, cached_lse(lse, seqlens_k, capacity, options)
 
 
 def _options(

@@ -30,10 +30,11 @@ from typing import Any
 import torch
 
 from flashdig import checks
-from flashdig.api import attention, attention_varlen
+from flashdig.api import attention, attention_varlen, attention_with_kvcache
 from flashdig.facades.arguments import (
     check_hints,
     known_length,
+    refuse,
     unlimited_if_negative,
     unpacked,
     with_second_query,
@@ -45,6 +46,7 @@ __all__ = [
     "flash_attn_func",
     "flash_attn_qkvpacked_func",
     "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
 ]
 
 Window = tuple[int, int]
@@ -204,6 +206,92 @@ def flash_attn_varlen_func(
         softcap=softcap,
         deterministic=deterministic,
         return_lse=return_attn_probs,
+        **descales,
+    )
+
+
+def flash_attn_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    qv: torch.Tensor | None = None,
+    rotary_cos: torch.Tensor | None = None,
+    rotary_sin: torch.Tensor | None = None,
+    cache_seqlens: int | torch.Tensor | None = None,
+    cache_batch_idx: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None,
+    page_table: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k_new: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    rotary_seqlens: torch.Tensor | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    scheduler_metadata: torch.Tensor | None = None,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    return_softmax_lse: bool = False,
+) -> Results:
+    """Attention over caches, to which k and v are appended first, in place; `flashdig.
+    attention_with_kvcache` describes shapes and semantics. There is no backward.
+
+    Args:
+        qv: only without k and v, and the caches are copied for it.
+        cu_seqlens_q, cu_seqlens_k_new: (batch + 1,) int32 offsets of packed q, and of packed k, v.
+        max_seqlen_q, scheduler_metadata: without effect: flashdig schedules by itself.
+        num_splits: parts that the keys are split into; 0 chooses.
+        The others are as there and as the module says.
+
+    Returns: out, or with `return_softmax_lse` (out, softmax_lse).
+    """
+    check_hints(num_splits, pack_gqa)
+    _refuse_chunks_and_margins(attention_chunk, sm_margin)
+    checks.check_flags(return_softmax_lse=return_softmax_lse)
+    checks.check_max_seqlen("max_seqlen_q", known_length(max_seqlen_q))
+    if scheduler_metadata is not None and not isinstance(scheduler_metadata, torch.Tensor):
+        raise TypeError(
+            f"scheduler_metadata must be a tensor or None, got {type(scheduler_metadata).__name__}"
+        )
+    descales: dict[str, Any] = {
+        "q_descale": q_descale,
+        "k_descale": k_descale,
+        "v_descale": v_descale,
+    }
+    if qv is not None:
+        refuse("qv comes with a cache that holds all keys", k=k, v=v)
+        q, k_cache = with_second_query(q, k_cache, v_cache, qv, descales)
+    return attention_with_kvcache(
+        q,
+        k_cache,
+        v_cache,
+        k,
+        v,
+        cache_seqlens=cache_seqlens,
+        page_table=page_table,
+        cache_batch_idx=cache_batch_idx,
+        cache_leftpad=cache_leftpad,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k_new=cu_seqlens_k_new,
+        rotary_cos=rotary_cos,
+        rotary_sin=rotary_sin,
+        rotary_interleaved=rotary_interleaved,
+        rotary_seqlens=rotary_seqlens,
+        num_splits=num_splits,
+        causal=causal,
+        window=unlimited_if_negative(window_size),
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        return_lse=return_softmax_lse,
         **descales,
     )
 

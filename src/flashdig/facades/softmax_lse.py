@@ -44,6 +44,21 @@ def packed_lse(
     return _inf_for_dead_rows(lse)
 
 
+def cached_lse(
+    lse: torch.Tensor, seqlens_k: torch.Tensor | int, capacity: int, options: dict[str, Any]
+) -> torch.Tensor:
+    """softmax_lse, (batch, num_heads, seqlen_q), of a call over a cache whose sequences have
+    `seqlens_k` (batch,) keys and room for `capacity`."""
+    slopes = _slopes_by_key(options, capacity, lse.dtype)
+    if slopes is not None:
+        seqlen_q = lse.shape[-1]
+        if isinstance(seqlens_k, torch.Tensor):
+            seqlens_k = seqlens_k[:, None, None]
+        diagonal = torch.arange(seqlen_q, device=lse.device) + (seqlens_k - seqlen_q)
+        lse = lse + slopes[..., None] * diagonal
+    return _inf_for_dead_rows(lse)
+
+
 def _slopes_by_key(
     options: dict[str, Any], seqlen_k: int | None, dtype: torch.dtype
 ) -> torch.Tensor | None:
