@@ -274,10 +274,11 @@ def _flat(launcher: Any) -> Callable[..., None] | None:
         return None
     launch = launcher.launch
     cells = getattr(launch, "__closure__", None)
-    if cells is not None:  # it fills TMA descriptors, then calls the C function
-        launch = dict(zip(launch.__code__.co_freevars, cells, strict=True))["launcher"]
-        launch = launch.cell_contents
-    return cast("Callable[..., None]", launch)
+    if cells is None:
+        return cast("Callable[..., None]", launch)
+    # it fills TMA descriptors, then calls the C function
+    beneath = dict(zip(launch.__code__.co_freevars, cells, strict=True)).get("launcher")
+    return None if beneath is None else cast("Callable[..., None]", beneath.cell_contents)
 
 
 _ENTER, _EXIT = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
