@@ -68,6 +68,9 @@ EXTRA = {
     "surprises": [
         {"what": "time", "predicted": 1.0, "found": 2.0, "tolerance": 0.15, "cause": "unexplained"}
     ],
+    "findings": [{"rule": "math-fallback", "verdict": "slow", "claim": "20 kernels."}],
+    "explained": [{"subject": "math forward", "calls": 3, "guess": None, "rows": []}],
+    "host_ms": 0.12,
     "share_of_matmul": 0.5,
     "share_of_copy": 0.1,
     "speedup": 4.6,

@@ -11,7 +11,7 @@ import pytest
 import flashdig
 
 SOURCE = Path(flashdig.__file__).parent
-WITHOUT_TORCH = ("hardware", "costs", "readers", "report", "bench", "cli")
+WITHOUT_TORCH = ("hardware", "costs", "readers", "findings", "report", "bench", "cli")
 
 
 def modules_of(package: str) -> list[str]:

@@ -100,6 +100,23 @@ def _is_counters(value: Any) -> bool:
     )
 
 
+def _are_findings(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(one, dict)
+        and all(_is_text(one.get(key)) for key in ("rule", "verdict", "claim"))
+        for one in value
+    )
+
+
+def _is_explanation(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and value.keys() == {"subject", "calls", "guess", "rows"}
+        and _is_text(value["subject"])
+        and isinstance(value["rows"], list)
+    )
+
+
 def _has_memory_bytes(value: Mapping[str, Any]) -> bool:
     return (
         _is_count(value["dram_read_bytes"])
@@ -168,6 +185,13 @@ FIELDS: dict[str, Rule] = {
         "a list of {what, predicted, found, tolerance, cause}",
         lambda value: isinstance(value, list) and all(map(_is_surprise, value)),
     ),
+    # of `flashdig explain`: conclusions, and guess against found with causes
+    "findings": ("a list of {rule, verdict, claim, ...}", _are_findings),
+    "explained": (
+        "a list of {subject, calls, guess, rows}",
+        lambda value: isinstance(value, list) and all(map(_is_explanation, value)),
+    ),
+    "host_ms": AMOUNT,
     "share_of_matmul": AMOUNT,
     "share_of_copy": AMOUNT,
     "speedup": AMOUNT,

@@ -19,6 +19,7 @@ from flashdig.cli.errors import CommandError
 # for torch
 COMMANDS = {
     "trace": "flashdig.cli.trace",
+    "explain": "flashdig.cli.explain",
     "dig": "flashdig.cli.dig",
     "bench": "flashdig.cli.bench",
     "predict": "flashdig.cli.predict",

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -15,6 +15,7 @@ from flashdig.cli.errors import CommandError, UnreadableInputError, UsageError
 from flashdig.cli.page_file import write_page
 
 if TYPE_CHECKING:
+    from flashdig.findings import Finding
     from flashdig.readers.compare import Comparison
     from flashdig.readers.model import Trace
     from flashdig.readers.summary import TraceSummary
@@ -85,7 +86,7 @@ def command(
         raise UsageError("--stacks goes with --run")
     if not files:
         raise UsageError("give at least one trace file, or --run SCRIPT (flashdig trace --help)")
-    counters = [name for name in files if _holds_counters(name)]
+    counters = [name for name in files if holds_counters(name)]
     if counters:
         if len(counters) < len(files) or against is not None or html is not None:
             raise UsageError(
@@ -101,7 +102,7 @@ def command(
         raise CommandError(failure)
 
 
-def _holds_counters(name: str) -> bool:
+def holds_counters(name: str) -> bool:
     """By its name: the CSV pages and reports of Nsight Compute."""
     plain = name.lower().removesuffix(".gz")
     return plain.endswith((".csv", ".ncu-rep", ".ncu-repz"))
@@ -129,6 +130,7 @@ def _show_counters(files: list[str], as_json: bool) -> None:
 
 
 def _show(traces: list[Trace], others: list[Trace], as_json: bool, html: str | None) -> None:
+    from flashdig.findings import find_in_trace
     from flashdig.readers.compare import compare
     from flashdig.readers.summary import summarize
 
@@ -139,15 +141,22 @@ def _show(traces: list[Trace], others: list[Trace], as_json: bool, html: str | N
         if len(traces) != 1 or len(others) != 1:
             raise UsageError("--against compares one trace with one other")
         comparison = compare(summaries[0], summaries[1])
+    findings = [
+        find_in_trace(trace, summary)
+        for trace, summary in zip([*traces, *others], summaries, strict=True)
+    ]
     for summary in summaries:
         for warning in summary.warnings:
             typer.echo(f"flashdig: warning: {summary.source}: {warning.message}", err=True)
     if html is not None:
-        _write_page(html, [*traces, *others], summaries, comparison)
+        _write_page(html, [*traces, *others], summaries, comparison, findings)
     if as_json:
         from flashdig.readers.summary_json import summaries_to_json
 
-        typer.echo(json.dumps(summaries_to_json(summaries, comparison), indent=1))
+        answer = summaries_to_json(summaries, comparison)
+        for entry, found in zip(cast(list[Any], answer["traces"]), findings, strict=True):
+            entry["findings"] = [finding.to_dict() for finding in found]
+        typer.echo(json.dumps(answer, indent=1))
         return
     from rich.console import Console
 
@@ -156,8 +165,8 @@ def _show(traces: list[Trace], others: list[Trace], as_json: bool, html: str | N
     console = Console()
     if len(traces) > 1:
         print_ranks(summaries, console)
-    for summary in summaries:
-        print_summary(summary, console)
+    for summary, found in zip(summaries, findings, strict=True):
+        print_summary(summary, console, found)
     if comparison is not None:
         print_comparison(comparison, console)
     if html is not None:
@@ -169,10 +178,11 @@ def _write_page(
     traces: list[Trace],
     summaries: list[TraceSummary],
     comparison: Comparison | None,
+    findings: list[list[Finding]],
 ) -> None:
     from flashdig.report.trace_page import render_trace_page
 
-    write_page(Path(path), render_trace_page(traces, summaries, comparison))
+    write_page(Path(path), render_trace_page(traces, summaries, comparison, findings))
 
 
 def _read(files: list[str], allow_large: bool) -> list[Trace]:

@@ -150,7 +150,7 @@ def _rows(
     call = group.calls[len(group.calls) // 2]
     launches = len({id(e.launch) for e in call.events if e.launch is not None})
     rows = [
-        _backend_row(group, guessed, own),
+        *_backend_rows(group, guessed, own),
         _exact("kernels", guessed.kernels, kernels, group, own),
         _exact("copies and fills", guessed.copies, copies, group, own),
     ]
@@ -166,14 +166,15 @@ def _rows(
     return tuple(rows)
 
 
-def _backend_row(group: AttentionGroup, guessed: Guess, own: Sequence[Finding]) -> Row:
+def _backend_rows(group: AttentionGroup, guessed: Guess, own: Sequence[Finding]) -> list[Row]:
+    """Of calls for which torch chooses the backend."""
     expected = (guessed.schedule or "").removeprefix("sdpa_")
     found = group.first.backend
     if found not in _SDPA or not (guessed.schedule or "").startswith("sdpa_"):
-        return Row("backend", guessed.asked, found, None, False)
+        return []
     if expected == found:
-        return Row("backend", expected, found, None, False)
-    return _surprise("backend", expected, found, None, own)
+        return [Row("backend", expected, found, None, False)]
+    return [_surprise("backend", expected, found, None, own)]
 
 
 def _exact(

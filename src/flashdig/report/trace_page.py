@@ -7,11 +7,18 @@ from dataclasses import dataclass
 
 from flashdig._version import __version__
 from flashdig.costs.flops import RULE
+from flashdig.findings.finding import Finding
 from flashdig.readers.breakdown import TIME_CLASSES, DeviceBreakdown, Shares
 from flashdig.readers.compare import Comparison
 from flashdig.readers.kernel_names import decode
 from flashdig.readers.model import Dimensions, Trace
 from flashdig.readers.summary import TraceSummary
+from flashdig.report.finding_words import (
+    CONFIDENCE_WORDS,
+    VERDICT_WORDS,
+    gain_words,
+    quantity,
+)
 from flashdig.report.page_environment import page_environment
 from flashdig.report.quantities import duration, share
 from flashdig.report.timeline import backend_styles, legend, timelines
@@ -43,11 +50,12 @@ def render_trace_page(
     traces: Sequence[Trace],
     summaries: Sequence[TraceSummary],
     comparison: Comparison | None = None,
+    findings: Sequence[Sequence[Finding]] = (),
 ) -> str:
     """The page as text.
 
     Args:
-        traces, summaries: of the same recordings in the same order.
+        traces, summaries: of the same recordings in the same order; findings too, where given.
         comparison: of the first two, where asked for.
     """
     environment = page_environment()
@@ -55,6 +63,8 @@ def render_trace_page(
         duration=duration,
         dimensions=_dimensions,
         kernel_words=lambda name: decode(name).words,
+        quantity=quantity,
+        gain=gain_words,
     )
     sections = [
         {
@@ -70,14 +80,17 @@ def render_trace_page(
                 for breakdown in summary.breakdowns
             ],
             "host": host_words(summary.host),
+            "findings": findings[at] if at < len(findings) else (),
         }
-        for trace, summary in zip(traces, summaries, strict=True)
+        for at, (trace, summary) in enumerate(zip(traces, summaries, strict=True))
     ]
     return environment.get_template("trace.html").render(
         sections=sections,
         comparison=comparison,
         comparison_words=None if comparison is None else comparison_words(comparison),
         class_words=CLASS_WORDS,
+        verdict_words=VERDICT_WORDS,
+        confidence_words=CONFIDENCE_WORDS,
         adds_up=ADDS_UP,
         flops_rule=RULE,
         share=share,

@@ -9,10 +9,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from flashdig.findings.finding import Finding
 from flashdig.readers.breakdown import TIME_CLASSES, DeviceBreakdown, Shares
 from flashdig.readers.compare import Comparison, Difference
 from flashdig.readers.kernel_names import decode
 from flashdig.readers.summary import AttentionGroup, TraceSummary
+from flashdig.report.finding_words import gain_words, headline
 from flashdig.report.quantities import duration, share
 from flashdig.report.trace_words import (
     CLASS_WORDS,
@@ -29,13 +31,17 @@ _MOST_KERNELS = 15
 _MOST_GROUPS = 25
 
 
-def print_summary(summary: TraceSummary, console: Console) -> None:
-    """One trace: verdict, attention calls, where time went, kernels, host."""
+def print_summary(
+    summary: TraceSummary, console: Console, findings: Sequence[Finding] = ()
+) -> None:
+    """One trace: verdict, findings, attention calls, where time went, kernels, host."""
     console.print(f"[bold]{escape(summary.source)}[/bold]")
     console.print(escape(origin_words(summary)), style="dim")
     console.print()
     for sentence in verdict(summary):
         console.print(escape(sentence))
+    if findings:
+        _print_findings(findings, console)
     if summary.attention:
         _print_attention(summary.attention, console)
     for breakdown in summary.breakdowns:
@@ -53,6 +59,19 @@ def print_summary(summary: TraceSummary, console: Console) -> None:
     if summary.peak_allocated_bytes is not None:
         console.print(f"Most device memory allocated: {summary.peak_allocated_bytes / 1e9:.4g} GB.")
     console.print()
+
+
+def _print_findings(findings: Sequence[Finding], console: Console) -> None:
+    """What costs time or needs a check, in short; what is fine is left to `flashdig explain`."""
+    shown = [f for f in findings if f.verdict in ("slow", "check", "elsewhere")]
+    if not shown:
+        return
+    _heading("Findings", console)
+    for finding in shown:
+        gain = gain_words(finding.gain)
+        end = f" To gain: {gain}." if gain else ""
+        console.print(f"[bold]{escape(headline(finding))}[/bold]: {escape(finding.claim + end)}")
+    console.print("flashdig explain says what to try, with code", style="dim")
 
 
 def print_ranks(summaries: Sequence[TraceSummary], console: Console) -> None:
