@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from flashdig.cache_support import reasons_against_triton
 from flashdig.problem import AttentionProblem
 
 
@@ -23,6 +24,7 @@ class Request:
         interpreter: Triton runs kernels in its interpreter (TRITON_INTERPRET=1) and was asked for
             by name, so CPU tensors will do.
         return_lse, descale, paged: lse, descale factors, a page table are in the call.
+        gradient: some input takes one.
         out_dtype: torch's name of the dtype of the result; None is that of q.
     """
 
@@ -33,6 +35,7 @@ class Request:
     return_lse: bool = False
     paged: bool = False
     descale: bool = False
+    gradient: bool = False
     out_dtype: str | None = None
 
 
@@ -95,6 +98,8 @@ def _fused_cpu(problem: AttentionProblem, request: Request) -> list[str]:
 
 def _triton(problem: AttentionProblem, request: Request) -> list[str]:
     """The portable Triton kernels: everything of the contract on GPUs since Ampere."""
+    if request.paged:
+        return _triton_pages(problem, request)
     reasons = []
     if not request.triton:
         reasons.append("Triton is not installed")
@@ -117,8 +122,24 @@ def _triton(problem: AttentionProblem, request: Request) -> list[str]:
     for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
         if not 1 <= size <= 256:
             reasons.append(f"{name} must be between 1 and 256, not {size}")
-    if request.paged:
-        reasons.append("no page_table")
+    return reasons
+
+
+def _triton_pages(problem: AttentionProblem, request: Request) -> list[str]:
+    """The kernels over caches, for packed input with a page table."""
+    reasons = [] if request.triton else ["Triton is not installed"]
+    reasons += reasons_against_triton(
+        request.device_type,
+        request.compute_capability,
+        problem.dtype,
+        problem.head_dim,
+        problem.head_dim_v,
+        interpreter=request.interpreter,
+    )
+    if problem.dropout:
+        reasons.append("no dropout with page_table")
+    if request.gradient:
+        reasons.append("no gradients with page_table")
     return reasons
 
 

@@ -354,7 +354,7 @@ def test_backends_that_do_not_serve_say_why() -> None:
     with pytest.raises(ValueError, match="no packed input"):
         attention_varlen(q, q, q, cu, cu, backend="fused_cpu")
     table = torch.zeros(2, 1, dtype=torch.int32)
-    with pytest.raises(ValueError, match=r"not on cpu.*no page_table"):
+    with pytest.raises(ValueError, match="not on cpu"):
         attention_varlen(q, q[None], q[None], cu, cu, page_table=table, backend="triton")
 
 
