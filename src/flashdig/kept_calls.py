@@ -58,7 +58,12 @@ class KeptCall:
 
 
 def find(key: Key | None) -> KeptCall | None:
-    return None if key is None else cast("KeptCall | None", _kept.get(key))
+    if key is None:
+        return None
+    try:
+        return cast("KeptCall | None", _kept.get(key))
+    except TypeError:  # an argument that no key can hold is none that is allowed
+        return None
 
 
 def keep(key: Key, inputs: tuple[Any, ...]) -> None:
@@ -164,7 +169,7 @@ def _key(
         if type(window) not in (tuple, list):
             return None
         options = (tuple(window), tuple(map(type, window)), *options[1:])
-    key = (
+    return (
         q.shape,
         k.shape,
         v.shape,
@@ -185,11 +190,6 @@ def _key(
         _deterministic(),
         dtype == torch.float32 and tf32_allowed(),
     )
-    try:
-        hash(key)
-    except TypeError:  # an argument that no key can hold is none that is allowed
-        return None
-    return key
 
 
 def _is_here(q: torch.Tensor, options: tuple[Any, ...]) -> bool:

@@ -12,7 +12,7 @@ import torch
 import triton
 
 from flashdig.kernels.choose import Pass, TileConfig, choose_tile
-from flashdig.kernels.launch import Launch
+from flashdig.kernels.launch import Launch, allocation
 from flashdig.kernels.plans import Plan
 from flashdig.kernels.triton import backward_bias, backward_delta
 from flashdig.kernels.triton.arguments import (
@@ -137,8 +137,12 @@ class _BackwardPlan:
         wanted: Wanted,
         configs: dict[Pass, TileConfig],
     ) -> None:
+        device = call.q.device
         self._packed = call.packed
-        self._lse_shape = call.lse_shape
+        self._make_delta = allocation(call.lse_shape, torch.float32, device)
+        self._make_dq, self._make_dk, self._make_dv = (
+            allocation(x.shape, x.dtype, device) for x in (call.q, call.k, call.v)
+        )
         self._boolean = call.bias is not None and call.bias.dtype == torch.bool
         self._delta = _delta_launch(call, out, grad_out, grad_lse)
         self._dq = _dq_launch(call, grad_out, configs.get("dq")) if wanted[0] else None
@@ -169,27 +173,21 @@ class _BackwardPlan:
         *others: torch.Tensor,
     ) -> tuple[torch.Tensor | None, ...]:
         *lengths, out, lse = others  # the dropout seed first
-        delta = torch.empty(self._lse_shape, dtype=torch.float32, device=q.device)
+        delta = self._make_delta()
         self._delta(out, grad_out, grad_lse, delta)
         read = (as_pointer(bias) if self._boolean else bias, slopes, sinks, *lengths)
         known = (grad_out, lse, delta)
         dq = dk = dv = dbias = dsinks = None
         if self._dq is not None:
-            dq = self._empty_like(q)
+            dq = self._cleared(self._make_dq())
             self._dq(q, k, v, *known, dq, *read)
         for launch, make_dk, make_dv in self._dkdv:
             # what is not made is not written: its input stands in
-            dk_written = dk = self._empty_like(k) if make_dk else dk
-            dv_written = dv = self._empty_like(v) if make_dv else dv
-            launch(
-                q,
-                k,
-                v,
-                *known,
-                dk_written if make_dk else k,
-                dv_written if make_dv else v,
-                *read,
-            )
+            if make_dk:
+                dk = self._cleared(self._make_dk())
+            if make_dv:
+                dv = self._cleared(self._make_dv())
+            launch(q, k, v, *known, dk if make_dk else k, dv if make_dv else v, *read)
         if self._dbias is not None and bias is not None:
             launch, shape = self._dbias
             parts = torch.empty(shape, dtype=torch.float32, device=q.device)
@@ -199,10 +197,9 @@ class _BackwardPlan:
             dsinks = _dsinks(sinks, lse, delta)
         return dq, dk, dv, dbias, dsinks
 
-    def _empty_like(self, x: torch.Tensor) -> torch.Tensor:
-        """A contiguous gradient; zeros for packed input, whose slack rows belong to no program."""
-        make = torch.zeros_like if self._packed else torch.empty_like
-        return make(x, memory_format=torch.contiguous_format)
+    def _cleared(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Of packed input some rows belong to no program."""
+        return gradient.zero_() if self._packed else gradient
 
 
 def _delta_launch(
@@ -291,11 +288,13 @@ def _dbias_launch(
     call: Call, bias: torch.Tensor, grad_out: torch.Tensor
 ) -> tuple[Launch, tuple[int, ...]]:
     """The launch, and the shape of the float32 parts whose sum is the gradient."""
-    block_m, block_n = backward_bias.BLOCK_M, backward_bias.BLOCK_N
+    block = backward_bias.block_size(
+        block_of(max(call.head_dim, call.head_dim_v)), call.q.element_size()
+    )
     rows_shared = bias.shape[2] == 1 and call.seqlen_q > 1
     keys_shared = bias.shape[3] == 1 and call.seqlen_k > 1
-    row_tiles = triton.cdiv(call.seqlen_q, block_m)
-    key_tiles = triton.cdiv(call.seqlen_k, block_n)
+    row_tiles = triton.cdiv(call.seqlen_q, block)
+    key_tiles = triton.cdiv(call.seqlen_k, block)
     tiles = bias.shape[0] * bias.shape[1]
     tiles *= (1 if rows_shared else row_tiles) * (1 if keys_shared else key_tiles)
     steps = call.batch * call.num_heads * row_tiles * key_tiles // tiles
@@ -304,7 +303,7 @@ def _dbias_launch(
         flashdig_backward_bias,
         check_grid(tiles * parts),
         {
-            **tile_arguments(call, block_m, block_n, do=grad_out),
+            **tile_arguments(call, block, block, do=grad_out),
             "bias_batch": bias.shape[0],
             "bias_heads": bias.shape[1],
             "parts": parts,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from flashdig.kernels.choose import TileConfig, choose_tile
-from flashdig.kernels.launch import Launch
+from flashdig.kernels.launch import Launch, allocation
 from flashdig.kernels.plans import Plan
 from flashdig.kernels.triton.arguments import (
     Call,
@@ -91,7 +91,7 @@ def plan_forward(
 
 
 class _ForwardPlan:
-    __slots__ = ("_boolean", "_dtype", "_launch", "_lse_shape", "_packed", "_shape")
+    __slots__ = ("_boolean", "_launch", "_make_lse", "_make_out", "_packed")
 
     def __init__(self, call: Call, dtype: torch.dtype, config: TileConfig | None) -> None:
         if config is None:
@@ -103,12 +103,12 @@ class _ForwardPlan:
                 call.head_dim_v,
                 call.bias is not None or call.dropout_p > 0.0,
             )
-        self._shape = call.out_shape
-        self._lse_shape = call.lse_shape
-        self._dtype = dtype
+        device = call.q.device
+        self._make_out = allocation(call.out_shape, dtype, device)
+        self._make_lse = allocation(call.lse_shape, torch.float32, device)
         self._packed = call.packed
         self._boolean = call.bias is not None and call.bias.dtype == torch.bool
-        out = torch.empty(self._shape, dtype=dtype, device="meta")
+        out = torch.empty(call.out_shape, dtype=dtype, device="meta")
         programs = call.row_slots(config.block_m) * call.num_heads * call.sequences_in_grid()
         self._launch = Launch(
             flashdig_forward,
@@ -125,13 +125,10 @@ class _ForwardPlan:
         bias: torch.Tensor | None,
         *others: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        device = q.device
+        out, lse = self._make_out(), self._make_lse()
         if self._packed:  # slack rows belong to no program
-            out = torch.zeros(self._shape, dtype=self._dtype, device=device)
-            lse = torch.full(self._lse_shape, float("-inf"), device=device)
-        else:
-            out = torch.empty(self._shape, dtype=self._dtype, device=device)
-            lse = torch.empty(self._lse_shape, dtype=torch.float32, device=device)
+            out.zero_()
+            lse.fill_(float("-inf"))
         if self._boolean:
             bias = as_pointer(bias)
         self._launch(q, k, v, out, lse, bias, *others)
@@ -141,7 +138,7 @@ class _ForwardPlan:
 def _without_keys(call: Call, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows that see nothing: out 0; lse -inf, or the sink's logit."""
     out = torch.zeros(call.out_shape, dtype=dtype, device=call.q.device)
-    lse = torch.full(call.lse_shape, float("-inf"), device=call.q.device)
+    lse = torch.full(call.lse_shape, float("-inf"), dtype=torch.float32, device=call.q.device)
     if call.sinks is not None and not call.packed:
         lse = lse.copy_(call.sinks.float()[:, None])
     return out, lse
