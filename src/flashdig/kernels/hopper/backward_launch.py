@@ -24,9 +24,9 @@ PADDED_ROWS = 128
 # 16-bit elements in 16 bytes: strides are multiples of it
 UNIT = 8
 # head_dim -> (rows of a tile, buffers of Q and of dO, how early the next S^T is started)
-TILES = {64: (128, 2, 1), 128: (64, 2, 1)}
+TILES = {64: (128, 2, 1, 1), 128: (64, 2, 1, 1)}
 # the same where dQ is made apart
-DKDV_TILES = {64: (128, 2, 0), 128: (64, 2, 1)}
+DKDV_TILES = {64: (128, 2, 0, 1), 128: (64, 2, 1, 1)}
 # head_dim -> (keys of a tile, buffers of K and of V) of dQ's own kernel
 DQ_TILES = {64: (128, 2), 128: (128, 2)}
 # bytes of what one section's heads read and write that may share the L2 cache
@@ -110,32 +110,39 @@ class Call:
 
 def hopper_backward(
     call: Call,
+    dq: torch.Tensor | None,
+    dk: torch.Tensor | None,
+    dv: torch.Tensor | None,
     *,
     dq_apart: bool = False,
-    tiles: tuple[int, int, int] | None = None,
+    tiles: tuple[int, int, int, int] | None = None,
     dq_tiles: tuple[int, int] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq, dk, dv and delta of a call.
+) -> torch.Tensor:
+    """Write the gradients of a call.
 
     Args:
+        dq, dk, dv: as q, k and v, with strides that TMA can take; None is not wanted. dk and dv
+            are wanted together.
         dq_apart: dQ comes from a kernel of its own: the same bits in every run.
         tiles, dq_tiles: entries other than those of `TILES` and `DQ_TILES`.
 
-    Returns: gradients as their inputs, and delta (batch, num_heads, seqlen_q) in float32.
+    Returns: delta (batch, num_heads, seqlen_q) in float32.
     """
     batch, seqlen_q, num_heads, head_dim = call.q.shape
-    tiles = tiles or (DKDV_TILES if dq_apart else TILES)[head_dim]
     sums = None
-    if not dq_apart:
+    if dq is not None and dk is not None and not dq_apart:
         shape = (batch, num_heads, call.padded_q, head_dim)
         sums = torch.empty(shape, dtype=torch.float32, device=call.q.device)
+    tiles = tiles or (DKDV_TILES if sums is None else TILES)[head_dim]
     statistics = _preprocess(call, sums)
-    dk, dv = _main(call, statistics, sums, tiles)
-    if sums is None:
-        dq = _dq(call, statistics, dq_tiles or DQ_TILES[head_dim])
-    else:
-        dq = _postprocess(call, sums, tiles[0])
-    return dq, dk, dv, statistics[1, :, :, :seqlen_q]
+    if dk is not None and dv is not None:
+        _main(call, statistics, sums, dk, dv, tiles)
+    if dq is not None:
+        if sums is None:
+            _dq(call, statistics, dq, dq_tiles or DQ_TILES[head_dim])
+        else:
+            _postprocess(call, sums, dq, tiles[0])
+    return statistics[1, :, :, :seqlen_q]
 
 
 def _preprocess(call: Call, sums: torch.Tensor | None) -> torch.Tensor:
@@ -173,21 +180,24 @@ def _main(
     call: Call,
     statistics: torch.Tensor,
     sums: torch.Tensor | None,
-    tiles: tuple[int, int, int],
-) -> tuple[torch.Tensor, torch.Tensor]:
-    block_m, stages, ahead = tiles
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    tiles: tuple[int, int, int, int],
+) -> None:
+    block_m, stages, ahead, persistent = tiles
     batch, seqlen_k, num_heads_kv, head_dim = call.k.shape
-    dk = torch.empty_like(call.k, memory_format=torch.contiguous_format)
-    dv = torch.empty_like(call.v, memory_format=torch.contiguous_format)
     row_bytes = head_dim * (2 * call.q.element_size() + (4 if sums is not None else 0))
     together = call.together(batch * num_heads_kv, call.q.shape[1] * row_bytes * call.group_size)
-    flashdig_hopper_backward[(triton.cdiv(seqlen_k, BLOCK_N) * batch * num_heads_kv,)](
+    programs = triton.cdiv(seqlen_k, BLOCK_N) * batch * num_heads_kv
+    if persistent:
+        programs = min(programs, 132)
+    flashdig_hopper_backward[(programs,)](
         _tiles_of(call.q, block_m),
         _tiles_of(call.grad_out, block_m),
         _tiles_of(call.k, BLOCK_N),
         _tiles_of(call.v, BLOCK_N),
-        _tiles_of(dk, BLOCK_N),
-        _tiles_of(dv, BLOCK_N),
+        _tiles_of(dk, BLOCK_N // 2),
+        _tiles_of(dv, BLOCK_N // 2),
         _statistics_of(statistics[0], block_m),
         _statistics_of(statistics[1], block_m),
         sums,
@@ -199,13 +209,11 @@ def _main(
         AHEAD=ahead,
         **call.constants(),
     )
-    return dk, dv
 
 
-def _dq(call: Call, statistics: torch.Tensor, tiles: tuple[int, int]) -> torch.Tensor:
+def _dq(call: Call, statistics: torch.Tensor, dq: torch.Tensor, tiles: tuple[int, int]) -> None:
     block_n, stages = tiles
     batch, seqlen_q, num_heads, head_dim = call.q.shape
-    dq = torch.empty_like(call.q, memory_format=torch.contiguous_format)
     head_bytes = 2 * call.k.shape[1] * head_dim * call.k.element_size()
     together = call.together(batch * num_heads, head_bytes)
     flashdig_hopper_backward_dq[(triton.cdiv(seqlen_q, 128) * batch * num_heads,)](
@@ -222,12 +230,10 @@ def _dq(call: Call, statistics: torch.Tensor, tiles: tuple[int, int]) -> torch.T
         STAGES=stages,
         **call.constants(),
     )
-    return dq
 
 
-def _postprocess(call: Call, sums: torch.Tensor, block_m: int) -> torch.Tensor:
+def _postprocess(call: Call, sums: torch.Tensor, dq: torch.Tensor, block_m: int) -> None:
     batch, seqlen_q, num_heads, head_dim = call.q.shape
-    dq = torch.empty_like(call.q, memory_format=torch.contiguous_format)
     flashdig_hopper_backward_postprocess[(triton.cdiv(seqlen_q, block_m) * batch * num_heads,)](
         sums,
         dq,
@@ -241,7 +247,6 @@ def _postprocess(call: Call, sums: torch.Tensor, block_m: int) -> torch.Tensor:
         UNIT=UNIT,
         num_warps=4,
     )
-    return dq
 
 
 def _tiles_of(x: torch.Tensor, rows: int) -> TensorDescriptor:

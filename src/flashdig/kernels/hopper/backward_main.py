@@ -36,7 +36,7 @@ class Shared:
     """What the warps hand to each other.
 
     Attributes:
-        k, v: (1, BLOCK_N, HEAD_DIM); kv_full: their barrier.
+        k, v: (1, BLOCK_N, HEAD_DIM); kv_full, kv_empty: their barriers.
         queries, grads: rings of Q and of dO.
         lse, delta: (STAGES, BLOCK_M), beside the rings' tiles.
         dscores: (2, BLOCK_N, BLOCK_M): dS^T of this step and of the last.
@@ -45,6 +45,7 @@ class Shared:
     k: gl.shared_memory_descriptor
     v: gl.shared_memory_descriptor
     kv_full: gl.shared_memory_descriptor
+    kv_empty: gl.shared_memory_descriptor
     queries: Ring
     grads: Ring
     lse: gl.shared_memory_descriptor
@@ -52,10 +53,11 @@ class Shared:
     dscores: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
-    def __init__(self, k, v, kv_full, queries, grads, lse, delta, dscores):
+    def __init__(self, k, v, kv_full, kv_empty, queries, grads, lse, delta, dscores):
         self.k = k
         self.v = v
         self.kv_full = kv_full
+        self.kv_empty = kv_empty
         self.queries = queries
         self.grads = grads
         self.lse = lse
@@ -74,28 +76,80 @@ def _put_rows(ring, statistics, step, desc, statistics_desc, batch, head, row, s
     load_tile(desc, [batch, head, row, 0], full, as_block_of(ring.tiles.index(stage), desc))
 
 
+@aggregate
+class Grid:
+    """How tiles of keys are dealt to blocks.
+
+    Attributes:
+        tiles: of all heads together; tiles_n: of one.
+        heads_together: heads that share the L2 cache; within them the longest columns come first.
+    """
+
+    tiles: gl.tensor
+    tiles_n: gl.tensor
+    batch_heads: gl.tensor
+    num_heads_kv: gl.tensor
+    group_size: gl.tensor
+    heads_together: gl.tensor
+    padded_q: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(
+        self, tiles, tiles_n, batch_heads, num_heads_kv, group_size, heads_together, padded_q
+    ):
+        self.tiles = tiles
+        self.tiles_n = tiles_n
+        self.batch_heads = batch_heads
+        self.num_heads_kv = num_heads_kv
+        self.group_size = group_size
+        self.heads_together = heads_together
+        self.padded_q = padded_q
+
+
 @gluon.jit
-def _produce(
-    q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc, shared, batch, head_kv, num_heads,
-    group_size, padded_q, start_n, first, end,
-):  # fmt: skip
+def _place(grid, tile, BLOCK_N: gl.constexpr):
+    """(batch, head_kv, start_n) of a tile of keys."""
+    section = tile // (grid.tiles_n * grid.heads_together)
+    inside = tile % (grid.tiles_n * grid.heads_together)
+    section_heads = gl.minimum(
+        grid.heads_together, grid.batch_heads - section * grid.heads_together
+    )
+    batch_head = section * grid.heads_together + inside % section_heads
+    start_n = (inside // section_heads) * BLOCK_N
+    return batch_head // grid.num_heads_kv, batch_head % grid.num_heads_kv, start_n
+
+
+@gluon.jit
+def _produce(q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc, shared, problem, grid):
     BLOCK_M: gl.constexpr = q_desc.block_type.shape[2]
-    mbarrier.expect(shared.kv_full, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
-    load_tile(
-        k_desc, [batch, head_kv, start_n, 0], shared.kv_full, as_block_of(shared.k.index(0), k_desc)
-    )
-    load_tile(
-        v_desc, [batch, head_kv, start_n, 0], shared.kv_full, as_block_of(shared.v.index(0), v_desc)
-    )
-    steps = end - first
-    for step in range(group_size * steps):
-        head = head_kv * group_size + step // steps
-        row = (first + step % steps) * BLOCK_M
-        statistics = (batch * num_heads + head) * padded_q + row
-        _put_rows(shared.queries, shared.lse, step, q_desc, lse_desc, batch, head, row, statistics)
-        _put_rows(
-            shared.grads, shared.delta, step, dout_desc, delta_desc, batch, head, row, statistics
-        )
+    BLOCK_N: gl.constexpr = k_desc.block_type.shape[2]
+    round = gl.program_id(0) * 0
+    done = round
+    for tile in range(gl.program_id(0), grid.tiles, gl.num_programs(0)):
+        batch, head_kv, start_n = _place(grid, tile, BLOCK_N)
+        first, _, _, end = row_tiles(problem, start_n, BLOCK_M, BLOCK_N)
+        full = shared.kv_full
+        mbarrier.wait(shared.kv_empty, (round & 1) ^ 1)
+        mbarrier.expect(full, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
+        place = [batch, head_kv, start_n, 0]
+        load_tile(k_desc, place, full, as_block_of(shared.k.index(0), k_desc))
+        load_tile(v_desc, place, full, as_block_of(shared.v.index(0), v_desc))
+        steps = end - first
+        for step in range(grid.group_size * steps):
+            head = head_kv * grid.group_size + step // steps
+            row = (first + step % steps) * BLOCK_M
+            of_head = batch * (grid.num_heads_kv * grid.group_size) + head
+            statistics = of_head * grid.padded_q + row
+            _put_rows(
+                shared.queries, shared.lse, done + step, q_desc, lse_desc, batch, head, row,
+                statistics,
+            )  # fmt: skip
+            _put_rows(
+                shared.grads, shared.delta, done + step, dout_desc, delta_desc, batch, head, row,
+                statistics,
+            )  # fmt: skip
+        done += grid.group_size * steps
+        round += 1
 
 
 @gluon.jit
@@ -232,65 +286,86 @@ def _of_head(problem, slope):
 
 
 @gluon.jit
+def _store_half(desc, x, staging, batch, head_kv, start_n):
+    """Start writing one consumer's keys of a gradient through shared memory."""
+    staging.store(x.to(staging.dtype))
+    fence_async_shared()
+    store_tile(desc, [batch, head_kv, start_n, 0], as_block_of(staging, desc))
+
+
+@gluon.jit
 def _consume(
-    dk_desc, dv_desc, dq_ptr, slopes_ptr, shared, problem, batch, head_kv, num_heads, group_size,
-    padded_q, start_n, tiles, softmax_scale,
+    dk_desc, dv_desc, dq_ptr, slopes_ptr, shared, problem, grid, stride_slopes_b, softmax_scale,
     CONSUMER: gl.constexpr, WITH_DQ: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
-    first, full_first, full_end, end = tiles
     dtype: gl.constexpr = shared.k.dtype
+    BLOCK_N: gl.constexpr = shared.k.shape[1]
     HEAD_DIM: gl.constexpr = shared.k.shape[2]
     BLOCK_M: gl.constexpr = shared.dscores.shape[2]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
-    dk = gl.zeros([KEYS, HEAD_DIM], gl.float32, d_layout)
-    dv = gl.zeros([KEYS, HEAD_DIM], gl.float32, d_layout)
-    zeros = gl.zeros([KEYS, BLOCK_M], gl.float32, s_layout)
-
-    mbarrier.wait(shared.kv_full, 0)
-    k = shared.k.index(0).slice(CONSUMER * KEYS, KEYS, 0)
-    q = take(shared.queries, 0).permute((1, 0))
-    products_started = warpgroup_mma(k, q, zeros, use_acc=False, is_async=True)
-    products = warpgroup_mma_wait(0, deps=(products_started,))
-    steps = end - first
-    last_step = group_size * steps - 1
-    for member in range(group_size):
-        head = head_kv * group_size + member
-        step_of_tile_0 = member * steps - first
-        dq_head = dq_ptr
-        if WITH_DQ:
-            dq_head += (batch * num_heads + head).to(gl.int64) * (padded_q * HEAD_DIM)
-        of_head = problem
-        if problem.ALIBI:
-            of_head = _of_head(problem, gl.load(slopes_ptr + head))
-        # rows cut by the diagonal, whole ones, rows cut on the window's left side
-        dk, dv, products = _walk(
-            (dk, dv, products), shared, of_head, dq_head, start_n, first, full_first,
-            step_of_tile_0, last_step, CONSUMER, True, WITH_DQ, AHEAD,
-        )  # fmt: skip
-        dk, dv, products = _walk(
-            (dk, dv, products), shared, of_head, dq_head, start_n, full_first, full_end,
-            step_of_tile_0, last_step, CONSUMER, False, WITH_DQ, AHEAD,
-        )  # fmt: skip
-        if problem.LEFT:
+    # gradients leave through the buffers of dS, of which each consumer takes a part for itself
+    HALVES: gl.constexpr = 4 * BLOCK_M // HEAD_DIM
+    half: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, HEAD_DIM], dtype)
+    staging = shared.dscores._reinterpret(dtype, [HALVES, KEYS, HEAD_DIM], half)
+    round = gl.program_id(0) * 0
+    done = round
+    for tile in range(gl.program_id(0), grid.tiles, gl.num_programs(0)):
+        batch, head_kv, start_n = _place(grid, tile, BLOCK_N)
+        first, full_first, full_end, end = row_tiles(problem, start_n, BLOCK_M, BLOCK_N)
+        dk = gl.zeros([KEYS, HEAD_DIM], gl.float32, d_layout)
+        dv = gl.zeros([KEYS, HEAD_DIM], gl.float32, d_layout)
+        zeros = gl.zeros([KEYS, BLOCK_M], gl.float32, s_layout)
+        products = zeros
+        mbarrier.wait(shared.kv_full, round & 1)
+        if AHEAD > 0:
+            k = shared.k.index(0).slice(CONSUMER * KEYS, KEYS, 0)
+            q = take(shared.queries, done).permute((1, 0))
+            products_started = warpgroup_mma(k, q, zeros, use_acc=False, is_async=True)
+            products = warpgroup_mma_wait(0, deps=(products_started,))
+        steps = end - first
+        last_step = done + grid.group_size * steps - 1
+        for member in range(grid.group_size):
+            head = head_kv * grid.group_size + member
+            step_of_tile_0 = done - first
+            dq_head = dq_ptr
+            if WITH_DQ:
+                of_head = batch * (grid.num_heads_kv * grid.group_size) + head
+                dq_head += of_head.to(gl.int64) * (grid.padded_q * HEAD_DIM)
+            problem_of_head = problem
+            if problem.ALIBI:
+                slope = gl.load(slopes_ptr + batch * stride_slopes_b + head)
+                problem_of_head = _of_head(problem, slope)
+            # rows cut by the diagonal, whole ones, rows cut on the window's left side
             dk, dv, products = _walk(
-                (dk, dv, products), shared, of_head, dq_head, start_n, full_end, end,
+                (dk, dv, products), shared, problem_of_head, dq_head, start_n, first, full_first,
                 step_of_tile_0, last_step, CONSUMER, True, WITH_DQ, AHEAD,
             )  # fmt: skip
+            dk, dv, products = _walk(
+                (dk, dv, products), shared, problem_of_head, dq_head, start_n, full_first,
+                full_end, step_of_tile_0, last_step, CONSUMER, False, WITH_DQ, AHEAD,
+            )  # fmt: skip
+            if problem.LEFT:
+                dk, dv, products = _walk(
+                    (dk, dv, products), shared, problem_of_head, dq_head, start_n, full_end, end,
+                    step_of_tile_0, last_step, CONSUMER, True, WITH_DQ, AHEAD,
+                )  # fmt: skip
+            done += steps
+        round += 1
+        mbarrier.arrive(shared.kv_empty, count=1)
 
-    # through the buffers of V and K, which nothing reads any more
-    _consumers_meet(9)
-    shared.v.index(0).slice(CONSUMER * KEYS, KEYS, 0).store(dv.to(dtype))
-    shared.k.index(0).slice(CONSUMER * KEYS, KEYS, 0).store((dk * softmax_scale).to(dtype))
-    fence_async_shared()
-    _consumers_meet(8)
-    if CONSUMER == 0:
-        tile = as_block_of(shared.k.index(0), dk_desc)
-        store_tile(dk_desc, [batch, head_kv, start_n, 0], tile)
-    else:
-        tile = as_block_of(shared.v.index(0), dv_desc)
-        store_tile(dv_desc, [batch, head_kv, start_n, 0], tile)
-    wait_for_tile_stores(0)
+        # nobody reads dS any more
+        _consumers_meet(8)
+        start_n += CONSUMER * KEYS
+        _store_half(dv_desc, dv, staging.index(CONSUMER), batch, head_kv, start_n)
+        if HALVES == 2:
+            wait_for_tile_stores(0)
+            own = staging.index(CONSUMER)
+        else:
+            own = staging.index(2 + CONSUMER)
+        _store_half(dk_desc, dk * softmax_scale, own, batch, head_kv, start_n)
+        wait_for_tile_stores(0)
+        _consumers_meet(8)
 
 
 def kernel_name(specialization):
@@ -363,50 +438,42 @@ def flashdig_hopper_backward(
     tile_ds: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], dtype)
     statistics: gl.constexpr = lse_desc.layout
     kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    kv_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(kv_full, count=1)
-    DS_BUFFERS: gl.constexpr = 2 if WITH_DQ else 1
+    mbarrier.init(kv_empty, count=2)
     shared = Shared(
         gl.allocate_shared_memory(dtype, [1, BLOCK_N, HEAD_DIM], tile_kv),
         gl.allocate_shared_memory(dtype, [1, BLOCK_N, HEAD_DIM], tile_kv),
         kv_full,
+        kv_empty,
         new_ring(dtype, BLOCK_M, HEAD_DIM, STAGES, 2),
         new_ring(dtype, BLOCK_M, HEAD_DIM, STAGES, 2),
         gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], statistics),
         gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], statistics),
-        gl.allocate_shared_memory(dtype, [DS_BUFFERS, BLOCK_N, BLOCK_M], tile_ds),
+        gl.allocate_shared_memory(dtype, [2, BLOCK_N, BLOCK_M], tile_ds),
     )
     fence_async_shared()
 
-    # `heads_together` heads share the L2 cache; within them the longest columns come first
-    tiles_n = gl.cdiv(seqlen_k, BLOCK_N)
     num_heads_kv = num_heads // group_size
-    program = gl.program_id(0)
-    section = program // (tiles_n * heads_together)
-    inside = program % (tiles_n * heads_together)
-    section_heads = gl.minimum(heads_together, batch_size * num_heads_kv - section * heads_together)
-    batch_head = section * heads_together + inside % section_heads
-    batch = batch_head // num_heads_kv
-    head_kv = batch_head % num_heads_kv
-    start_n = (inside // section_heads) * BLOCK_N
-    ALIBI: gl.constexpr = slopes_ptr is not None
-    if ALIBI:
-        slopes_ptr += batch * stride_slopes_b
+    tiles_n = gl.cdiv(seqlen_k, BLOCK_N)
+    batch_heads = batch_size * num_heads_kv
+    grid = Grid(
+        batch_heads * tiles_n, tiles_n, batch_heads, num_heads_kv, group_size, heads_together,
+        padded_q,
+    )  # fmt: skip
     problem = Problem(
         seqlen_q, seqlen_k, offset, left, right, score_factor, exp_factor, softcap,
-        score_factor * 0.0, LEFT, RIGHT, SOFTCAP, ALIBI,
+        score_factor * 0.0, LEFT, RIGHT, SOFTCAP, slopes_ptr is not None,
     )  # fmt: skip
-    first, full_first, full_end, end = row_tiles(problem, start_n, BLOCK_M, BLOCK_N)
 
     # the tuples stand inside the calls: bound to a name, their constants would become tensors
     # fmt: off
     gl.warp_specialize([
-        (_consume, (dk_desc, dv_desc, dq_ptr, slopes_ptr, shared, problem, batch, head_kv,
-                    num_heads, group_size, padded_q, start_n, (first, full_first, full_end, end),
+        (_consume, (dk_desc, dv_desc, dq_ptr, slopes_ptr, shared, problem, grid, stride_slopes_b,
                     softmax_scale, 0, WITH_DQ, AHEAD)),
-        (_consume, (dk_desc, dv_desc, dq_ptr, slopes_ptr, shared, problem, batch, head_kv,
-                    num_heads, group_size, padded_q, start_n, (first, full_first, full_end, end),
+        (_consume, (dk_desc, dv_desc, dq_ptr, slopes_ptr, shared, problem, grid, stride_slopes_b,
                     softmax_scale, 1, WITH_DQ, AHEAD)),
-        (_produce, (q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc, shared, batch,
-                    head_kv, num_heads, group_size, padded_q, start_n, first, end)),
+        (_produce, (q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc, shared, problem,
+                    grid)),
     ], [4, 1], [240, 24])
     # fmt: on

@@ -1,0 +1,153 @@
+"""The Hopper backward against the oracle in float64, and twice against itself."""
+
+import math
+
+import pytest
+import torch
+
+from flashdig.kernels.hopper.backward_operator import attention_backward
+from flashdig.kernels.reference import reference_attention
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+        reason="needs compute capability 9.0",
+    ),
+]
+
+# norm of the error over that of the gradient: rounding of inputs, P and dS to the dtype
+LIMITS = {torch.bfloat16: 6e-3, torch.float16: 1e-3}
+LENGTHS = [(256, 256), (333, 333), (130, 517), (517, 130), (1, 700), (700, 1), (64, 1000)]
+MASKS = {
+    "full": {},
+    "causal": {"causal": True},
+    "top-left": {"causal": "top-left"},
+    "window": {"window": (100, 0)},
+    "band": {"window": (70, 20)},
+    "left": {"window": (70, -1)},
+}
+
+
+def gradients(q, k, v, options, lse_too=False, deterministic=False, poison=None):
+    """(ours, the oracle's) of q, k, v and, if there, the sinks."""
+    sinks = options.get("sinks")
+    inputs = [q, k, v] + ([] if sinks is None else [sinks])
+    exact = [x.double().detach().requires_grad_() for x in inputs]
+    named = dict(options, sinks=None if sinks is None else exact[3])
+    out, lse = reference_attention(*exact[:3], **named)
+    dout = torch.randn(out.shape, device=out.device).to(q.dtype)
+    dlse = torch.randn(lse.shape, device=lse.device) if lse_too else None
+    finite = torch.where(torch.isneginf(lse), torch.zeros_like(lse), lse)
+    loss = (out * dout).sum()
+    if dlse is not None:
+        loss = loss + (finite * dlse).sum()
+    expected = torch.autograd.grad(loss, exact)
+    if poison is not None:
+        poison(q, k, v, dout)
+    causal = options.get("causal", False)
+    left, right = options.get("window", (-1, -1))
+    ours = attention_backward(
+        dout,
+        dlse,
+        q,
+        k,
+        v,
+        None,
+        options.get("alibi_slopes"),
+        sinks,
+        *([None] * 5),
+        out.detach().to(q.dtype),
+        lse.detach().float(),
+        softmax_scale=q.shape[-1] ** -0.5,
+        softcap=options.get("softcap", 0.0),
+        dropout_p=0.0,
+        window_left=left,
+        window_right=0 if causal else right,
+        top_left=causal == "top-left",
+        allow_tf32=False,
+        wanted=(True, True, True, False, sinks is not None),
+        deterministic=deterministic,
+    )
+    return [x for x in ours if x is not None], expected
+
+
+def assert_close(ours, expected, limit):
+    for name, x, y in zip(("dq", "dk", "dv", "dsinks"), ours, expected, strict=False):
+        if name == "dsinks":
+            limit *= 4  # the delta of rounded outputs
+        assert torch.isfinite(x).all(), name
+        scale = y.norm().item()
+        error = (x.double() - y).norm().item()
+        assert error <= limit * scale + 1e-6 * math.sqrt(y.numel()), (name, error, scale)
+
+
+def inputs(seqlen_q, seqlen_k, head_dim, heads=4, heads_kv=2, dtype=torch.bfloat16):
+    torch.manual_seed(seqlen_q + 7 * seqlen_k + head_dim)
+
+    def normal(seqlen, n):
+        return torch.randn(2, seqlen, n, head_dim, device="cuda").to(dtype)
+
+    return normal(seqlen_q, heads), normal(seqlen_k, heads_kv), normal(seqlen_k, heads_kv)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_masks_and_lengths(head_dim, mask, deterministic):
+    for lengths in LENGTHS:
+        q, k, v = inputs(*lengths, head_dim)
+        found = gradients(q, k, v, MASKS[mask], deterministic=deterministic)
+        assert_close(*found, LIMITS[q.dtype])
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("feature", ["softcap", "alibi", "sinks", "lse", "fp16", "mha", "mqa"])
+def test_features(head_dim, feature, deterministic):
+    dtype = torch.float16 if feature == "fp16" else torch.bfloat16
+    heads_kv = {"mha": 4, "mqa": 1}.get(feature, 2)
+    for lengths in ((333, 333), (130, 517), (517, 130)):
+        q, k, v = inputs(*lengths, head_dim, heads_kv=heads_kv, dtype=dtype)
+        options = {"causal": True}
+        if feature == "softcap":
+            options["softcap"] = 5.0
+        if feature == "alibi":
+            options["alibi_slopes"] = torch.rand(2, 4, device="cuda") * 0.3
+        if feature == "sinks":
+            options["sinks"] = torch.randn(4, device="cuda")
+        lse_too = feature in ("lse", "sinks")
+        found = gradients(q, k, v, options, lse_too, deterministic)
+        assert_close(*found, LIMITS[dtype])
+
+
+def test_what_nobody_sees_shows_nowhere():
+    """Rows without keys, under a causal mask of fewer keys than rows, hold NaN."""
+    q, k, v = inputs(517, 130, 64)
+
+    def poison(q, k, v, dout):
+        for x in (q, dout):
+            x[:, : 517 - 130] = float("nan")
+
+    ours, expected = gradients(q, k, v, {"causal": True}, poison=poison)
+    assert_close(ours, expected, LIMITS[q.dtype])
+    assert (ours[0][:, : 517 - 130] == 0).all()
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_deterministic_runs_are_the_same_bits(head_dim):
+    q, k, v = inputs(1000, 1000, head_dim)
+    torch.manual_seed(0)
+    first = gradients(q, k, v, {"causal": True}, deterministic=True)[0]
+    for _ in range(20):
+        torch.manual_seed(0)
+        again = gradients(q, k, v, {"causal": True}, deterministic=True)[0]
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_strides_and_addresses_that_tma_cannot_take():
+    q, k, v = inputs(200, 200, 64)
+    wide = torch.zeros(2, 200, 4, 65, device="cuda", dtype=q.dtype)
+    wide[..., 1:] = q
+    ours, expected = gradients(wide[..., 1:], k, v, {"causal": True})
+    assert_close(ours, expected, LIMITS[q.dtype])
