@@ -96,6 +96,35 @@ def _fused_cpu(problem: AttentionProblem, request: Request) -> list[str]:
     return reasons
 
 
+def _hopper(problem: AttentionProblem, request: Request) -> list[str]:
+    """The Gluon kernels of sm_90a: 16-bit, without bias and dropout."""
+    reasons = []
+    if not request.triton:
+        reasons.append("Triton is not installed")
+    if request.device_type != "cuda":
+        reasons.append(f"runs on NVIDIA GPUs, not on {request.device_type}")
+    capability = request.compute_capability
+    if capability is not None and capability != (9, 0):
+        major, minor = capability
+        reasons.append(f"needs compute capability 9.0, the device has {major}.{minor}")
+    if problem.dtype not in ("float16", "bfloat16"):
+        reasons.append(f"serves float16 and bfloat16, not {problem.dtype}")
+    if request.out_dtype not in (None, problem.dtype):
+        reasons.append(f"out_dtype is always the dtype of q, not {request.out_dtype}")
+    for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
+        if not 8 <= size <= 256 or size % 8:
+            reasons.append(f"{name} must be a multiple of 8 between 8 and 256, not {size}")
+    for name, asked in (
+        ("dropout", problem.dropout),
+        ("bias", problem.bias != "none"),
+        ("descale factors", request.descale),
+        ("page_table", request.paged),
+    ):
+        if asked:
+            reasons.append(f"no {name}")
+    return reasons
+
+
 def _triton(problem: AttentionProblem, request: Request) -> list[str]:
     """The portable Triton kernels: everything of the contract on GPUs since Ampere."""
     if request.paged:
@@ -149,6 +178,12 @@ def _anything(problem: AttentionProblem, request: Request) -> list[str]:
 
 BACKENDS = (
     Backend("fused_cpu", "torch's fused CPU attention", True, _fused_cpu),
+    Backend(
+        "hopper",
+        "Gluon kernels for Hopper (sm_90a); the backward is the portable one",
+        True,
+        _hopper,
+    ),
     Backend("triton", "portable Triton kernels, NVIDIA GPUs since Ampere", True, _triton),
     Backend(
         "tiled",

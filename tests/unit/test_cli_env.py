@@ -71,9 +71,10 @@ def test_backends_of_a_problem_with_reasons() -> None:
     ("text", "device", "auto"),
     [
         ("seqlen=4096", "sm_80", "triton"),
-        ("seqlen=4096", "h200", "triton"),
-        ("seqlen=4096,packed,causal", "sm_90a", "triton"),
-        ("seqlen=4096,paged", "sm_90", "tiled"),
+        ("seqlen=4096", "h200", "hopper"),
+        ("seqlen=4096,packed,causal", "sm_90a", "hopper"),
+        ("seqlen=4096,head_dim=100", "h200", "triton"),
+        ("seqlen=4096,paged", "sm_90", "triton"),
         ("seqlen=4096,dtype=fp8,descale", "sm_90", "tiled"),
         ("seqlen=4096,head_dim=512", "sm_90", "tiled"),
         ("seqlen=4096", "cpu", "fused_cpu"),
@@ -158,6 +159,6 @@ def test_a_gpu_is_taken_by_default(monkeypatch, capsys) -> None:
     found |= {"sm_count": 132, "memory_bytes": 150_000_000_000, "driver": "570.1"}
     monkeypatch.setattr(env_command, "collect", lambda: found)
     env_command.command(problem="seqlen=4096", as_json=True)
-    assert json.loads(capsys.readouterr().out)["auto"] == "triton"
+    assert json.loads(capsys.readouterr().out)["auto"] == "hopper"
     env_command.command(problem="seqlen=4096", as_json=False)
     assert "NVIDIA H200, compute capability 9.0, 132 SMs, 150 GB" in capsys.readouterr().out

@@ -10,14 +10,18 @@ import torch
 from flashdig.bench import conformance, conformance_judge
 from flashdig.bench.conformance_cases import (
     FEATURES,
+    HEADS,
     draw_case,
     features_may_meet,
+    head_dims_of,
     specialisations,
 )
 from flashdig.bench.conformance_eager import eager_rounded
 from flashdig.bench.conformance_inputs import make_inputs
 from flashdig.bench.pairwise import covering_array, feasible_pairs, pairs_of
 from flashdig.bench.results import read_record
+from flashdig.dispatch import Request, choose
+from flashdig.problem import AttentionProblem
 
 PLAIN = {name: values[0] for name, values in FEATURES.items()}
 
@@ -84,6 +88,35 @@ def test_the_suite_is_large_and_the_same_everywhere() -> None:
     assert sum(case.sampled for case in cases) > 300
 
 
+def test_each_backend_is_asked_what_dispatch_gives_it() -> None:
+    """Every combination of the Hopper kernels' suite is one that they serve."""
+    plan = conformance.make_plan(backend="hopper")
+    covered, feasible = conformance.coverage(plan)
+    assert covered == feasible > 900
+    on_hopper = Request("cuda", (9, 0), return_lse=True)
+    for features in plan.combinations:
+        head_dim, head_dim_v = head_dims_of(features)
+        num_heads, num_heads_kv = HEADS[features["heads"]]
+        problem = AttentionProblem(
+            *(2, num_heads, num_heads_kv, 64, 64, head_dim, head_dim_v, features["dtype"]),
+            softcap=2.0 * features["softcap"],
+            dropout=features["dropout"],
+            alibi={"none": "none", "h": "heads", "bh": "batch_heads"}[features["alibi"]],
+            bias=features["bias"],
+            sinks=features["sinks"],
+            packed=features["layout"] != "dense",
+        )
+        assert choose(problem, on_hopper).name == "hopper"
+    assert conformance.row_of(plan, conformance.Tally(), 0.0)["backend"] == "hopper"
+
+
+def test_a_backend_without_a_suite_is_refused() -> None:
+    with pytest.raises(ValueError, match="backend must be one of triton, hopper on cuda"):
+        conformance.make_plan(backend="tiled")
+    with pytest.raises(ValueError, match="backend must be one of triton on cpu, got 'hopper'"):
+        conformance.make_plan(backend="hopper", device="cpu")
+
+
 @pytest.mark.parametrize("numbers", [{"count": 0}, {"inputs": 0}, {"processes": 0}])
 def test_numbers_below_one_are_refused(numbers) -> None:
     with pytest.raises(ValueError, match="must be at least 1"):
@@ -133,6 +166,26 @@ def test_the_yardstick_is_attention(dtype, features) -> None:
             finite = torch.where(torch.isneginf(x), 0.0, x)
             size = max(1.0, float(finite.abs().max())) if x.numel() else 1.0
             torch.testing.assert_close(eager[name].double(), x, rtol=0, atol=loss * size)
+
+
+def test_what_is_allowed_beside_eager_attentions_error() -> None:
+    def share(dtype, distribution, lengths=((100, 9),), heads="mha"):
+        inputs = inputs_of(
+            case_of(dtype=dtype, heads=heads),
+            distribution=distribution,
+            lengths=lengths,
+        )
+        return conformance_judge._share_of_largest(inputs)
+
+    # an order of summation in float32 alone: a hundred terms, or as many for each head of a group
+    assert share("float32", "gaussian") == 10 * 2.0**-24
+    assert share("float32", "gaussian", ((9, 100),)) == 10 * 2.0**-24
+    group = HEADS["mqa"][0] // HEADS["mqa"][1]
+    assert share("float32", "gaussian", heads="mqa") == math.sqrt(100 * group) * 2.0**-24
+    assert share("bfloat16", "gaussian") == share("tf32", "huge key") == 0.0
+    # one rounding of the format, where all are the same
+    assert share("bfloat16", "constant") == 2.0**-8
+    assert share("float16", "constant") == share("tf32", "constant") == 2.0**-11
 
 
 @pytest.mark.parametrize("layout", ["dense", "packed"])

@@ -17,7 +17,7 @@ def reasons(name, problem, request):
 
 def test_names_are_unique_and_in_the_order_of_preference() -> None:
     names = [backend.name for backend in BACKENDS]
-    assert names == ["fused_cpu", "triton", "tiled", "reference"]
+    assert names == ["fused_cpu", "hopper", "triton", "tiled", "reference"]
     assert [backend.name for backend in BACKENDS if not backend.in_auto] == ["reference"]
 
 
@@ -62,7 +62,57 @@ def test_what_triton_does_not_serve_goes_to_the_tiled_walk(change, request_chang
 )
 def test_triton_serves_the_rest_of_the_contract_since_ampere(change, capability) -> None:
     problem, request = HALF.replace(**change), Request("cuda", capability, return_lse=True)
-    assert choose(problem, request).name == "triton"
+    served_by_hopper = capability == (9, 0) and reasons("hopper", problem, request) == []
+    assert choose(problem, request).name == ("hopper" if served_by_hopper else "triton")
+    assert reasons("triton", problem, request) == []
+
+
+HOPPER = Request("cuda", (9, 0), return_lse=True)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"dtype": "float16"},
+        {"head_dim": 192},
+        {"head_dim": 8, "head_dim_v": 256},
+        {"packed": True, "mask": Mask(7, 0, "top-left")},
+        {"softcap": 30.0, "alibi": "batch_heads", "sinks": True},
+        {"num_heads_kv": 2, "deterministic": True},
+        {"seqlen_q": 0},
+    ],
+)
+def test_hopper_serves_sixteen_bits_on_sm_90(change) -> None:
+    assert choose(HALF.replace(**change), HOPPER).name == "hopper"
+    assert choose(HALF.replace(**change), HOPPER, "hopper").name == "hopper"
+    assert choose(HALF.replace(**change), HOPPER, "triton").name == "triton"
+
+
+@pytest.mark.parametrize(
+    ("change", "request_change", "reason"),
+    [
+        ({"dtype": "float32"}, {}, "serves float16 and bfloat16, not float32"),
+        ({"head_dim": 100}, {}, "head_dim must be a multiple of 8 between 8 and 256, not 100"),
+        ({"head_dim_v": 4}, {}, "head_dim_v must be a multiple of 8 between 8 and 256, not 4"),
+        ({"bias": "float"}, {}, "no bias"),
+        ({"dropout": True}, {}, "no dropout"),
+        ({"packed": True}, {"paged": True}, "no page_table"),
+        ({}, {"descale": True}, "no descale factors"),
+        ({}, {"out_dtype": "float32"}, "out_dtype is always the dtype of q, not float32"),
+        ({}, {"compute_capability": (8, 0)}, "needs compute capability 9.0, the device has 8.0"),
+        ({}, {"compute_capability": (10, 0)}, "needs compute capability 9.0, the device has 10.0"),
+        ({}, {"device_type": "cpu", "compute_capability": None}, "runs on NVIDIA GPUs, not on cpu"),
+        ({}, {"triton": False}, "Triton is not installed"),
+    ],
+)
+def test_what_hopper_does_not_serve(change, request_change, reason) -> None:
+    problem = HALF.replace(**change)
+    request = Request(**{**vars(HOPPER), **request_change})
+    assert reasons("hopper", problem, request) == [reason]
+    assert choose(problem, request).name != "hopper"
+    with pytest.raises(ValueError, match="backend 'hopper' cannot serve this call"):
+        choose(problem, request, "hopper")
 
 
 def test_the_interpreter_serves_what_it_multiplies_rightly() -> None:
@@ -92,6 +142,8 @@ def test_the_fused_cpu_attention_serves_plain_problems_alone() -> None:
 
 
 def test_unknown_names_are_refused_with_the_known_ones() -> None:
-    message = r"backend must be 'auto' or one of 'fused_cpu', 'triton', 'tiled', 'reference'"
+    message = (
+        r"backend must be 'auto' or one of 'fused_cpu', 'hopper', 'triton', 'tiled', 'reference'"
+    )
     with pytest.raises(ValueError, match=message):
         choose(HALF, AMPERE, "flash")

@@ -1,6 +1,7 @@
-"""The conformance suite of the portable kernels: every pair of features, against float64.
+"""The conformance suite of a backend's kernels: every pair of features, against float64.
 
     python -m flashdig.bench.conformance --output benchmarks/results/nvidia-h200/conformance.json
+    python -m flashdig.bench.conformance --backend hopper
 
 On a GPU a pool of processes compiles the specialisations by running them on tiny inputs, and this
 process runs the cases of each as it is ready: Triton's disk cache then holds every kernel. With
@@ -24,12 +25,13 @@ from typing import Any
 
 from flashdig.bench.conformance_cases import (
     FEATURES,
+    HOPPER_FEATURES,
     Case,
     draw_case,
     features_may_meet,
     specialisations,
 )
-from flashdig.bench.conformance_judge import Judgement, judge
+from flashdig.bench.conformance_judge import Judgement, Kernels, judge
 from flashdig.bench.environment import collect, revision
 from flashdig.bench.pairwise import Combination, feasible_pairs, pairs_of
 from flashdig.bench.results import append_run, new_run
@@ -43,6 +45,8 @@ INTERPRETER_FEATURES = {
     "dtype": ("float16", "float32"),
     "head_dims": ((8, 8), (16, 16), (24, 50), (40, 40), (63, 63)),
 }
+# what each backend is asked, on a GPU
+BACKEND_FEATURES = {"triton": FEATURES, "hopper": HOPPER_FEATURES}
 # tiny inputs that compile all that a specialisation needs: a bias broadcast over one row or key
 # is another kernel than one over many
 WARMING_INPUTS = 3
@@ -59,6 +63,7 @@ class Plan:
         device: "cuda", or "cpu" for the interpreter.
         processes: of the pool.
         time_limit_s: cases that have not begun by then are skipped.
+        backend: whose kernels.
     """
 
     features: dict[str, Any]
@@ -68,10 +73,11 @@ class Plan:
     device: str
     processes: int
     time_limit_s: float
+    backend: str = "triton"
 
     @property
-    def tile(self) -> TileConfig | None:
-        return INTERPRETER_TILE if self.device == "cpu" else None
+    def kernels(self) -> Kernels:
+        return Kernels(self.backend, INTERPRETER_TILE if self.device == "cpu" else None)
 
     def cases(self, number: int) -> list[Case]:
         """Those of one specialisation."""
@@ -122,21 +128,28 @@ def make_plan(
     device: str = "cuda",
     processes: int | None = None,
     time_limit_s: float = 480.0,
+    backend: str = "triton",
 ) -> Plan:
-    """The suite for a device; `count` keeps only the first specialisations.
+    """The suite of a backend for a device; `count` keeps only the first specialisations.
 
-    Raises ValueError for a device other than "cuda" and "cpu", and for numbers below 1.
+    Raises ValueError for a device other than "cuda" and "cpu", for a backend that has no suite
+    there, and for numbers below 1.
     """
     if device not in ("cuda", "cpu"):
         raise ValueError(f"device must be 'cuda' or 'cpu', got {device!r}")
+    known = list(BACKEND_FEATURES) if device == "cuda" else ["triton"]
+    if backend not in known:
+        raise ValueError(f"backend must be one of {', '.join(known)} on {device}, got {backend!r}")
     if processes is None:  # one CPU is left for the cases
         processes = max(1, (os.cpu_count() or 1) - (device == "cuda"))
     for name, value in (("count", count), ("inputs", inputs), ("processes", processes)):
         if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
-    features = INTERPRETER_FEATURES if device == "cpu" else FEATURES
+    features = INTERPRETER_FEATURES if device == "cpu" else BACKEND_FEATURES[backend]
     found = specialisations(features)
-    return Plan(features, tuple(found[:count]), inputs, seed, device, processes, time_limit_s)
+    return Plan(
+        features, tuple(found[:count]), inputs, seed, device, processes, time_limit_s, backend
+    )
 
 
 def coverage(plan: Plan) -> tuple[int, int]:
@@ -156,9 +169,9 @@ def warm(plan: Plan, number: int) -> None:
     for n in range(WARMING_INPUTS):
         case = draw_case(plan.combinations[number], (number, n), plan.seed, tiny=True)
         inputs = make_inputs(case, plan.device)
-        ours = run_kernels(inputs, plan.tile)
+        ours = run_kernels(inputs, plan.kernels)
         if case.packed:
-            lse_of_dense_calls(inputs, ours["lse"], plan.tile)
+            lse_of_dense_calls(inputs, ours["lse"], plan.kernels)
 
 
 def run_case(case: Case, plan: Plan) -> Judgement:
@@ -171,7 +184,7 @@ def run_case(case: Case, plan: Plan) -> Judgement:
     from flashdig.bench.conformance_inputs import make_inputs
 
     try:
-        return judge(make_inputs(case, plan.device), plan.tile)
+        return judge(make_inputs(case, plan.device), plan.kernels)
     except Exception as error:  # a failed case must not end the suite
         lines = str(error).strip().splitlines() or [""]
         said = f"{type(error).__name__}: {lines[0][:300]}"
@@ -261,7 +274,7 @@ def row_of(plan: Plan, tally: Tally, seconds: float) -> dict[str, Any]:
     return {
         "kind": "test",
         "name": SUITE,
-        "backend": "triton",
+        "backend": plan.backend,
         "cases": tally.cases,
         "passed": tally.passed,
         "failed": tally.failed,
@@ -290,6 +303,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--processes", type=int, help="of the pool; default: by CPUs")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--backend", choices=tuple(BACKEND_FEATURES), default="triton")
     parser.add_argument("--time-limit", type=float, default=480.0, help="seconds")
     given = parser.parse_args(arguments)
     try:
@@ -300,6 +314,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             device=given.device,
             processes=given.processes,
             time_limit_s=given.time_limit,
+            backend=given.backend,
         )
     except ValueError as error:
         parser.error(str(error))

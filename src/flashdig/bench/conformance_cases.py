@@ -65,6 +65,16 @@ FEATURES: dict[str, tuple[Hashable, ...]] = {
     "wanted": WANTED,
     "aligned": (True, False),
 }
+# what `dispatch` gives to the Hopper kernels
+HOPPER_FEATURES: dict[str, tuple[Hashable, ...]] = {
+    **FEATURES,
+    "dtype": ("float16", "bfloat16"),
+    "head_dims": tuple(pair for pair in HEAD_DIMS if all(size % 8 == 0 for size in pair)),
+    "bias": ("none",),
+    "dropout": (False,),
+    # "terms" alone would be the sinks' gradient, which "all" has too
+    "wanted": tuple(wanted for wanted in WANTED if wanted != "terms"),
+}
 
 DISTRIBUTIONS = ("gaussian", "constant", "rising", "huge key", "large logits", "zero")
 STORAGES = ("contiguous", "transposed", "sliced rows", "sliced heads", "expanded")

@@ -105,7 +105,7 @@ def compile_one(request: Request) -> list[dict[str, Any]]:
     driver.launched.clear()
     triton.runtime.driver.set_active(driver)
     triton.knobs.compilation.listener = driver.note_files
-    if request.exhibit.startswith(portable_launch.PREFIX):
+    if portable_launch.launches(request.exhibit):
         portable_launch.launch(request.exhibit, request.problem, request.arch)
     else:
         run_exhibit(request.exhibit, request.problem)

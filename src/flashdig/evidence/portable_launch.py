@@ -1,7 +1,8 @@
-"""The launches that a problem makes with the portable kernels, on tensors without memory.
+"""The launches that a problem makes with the kernels that users run, on tensors without memory.
 
-What `offline` compiles for "portable:forward" and the like: the kernels' own launchers are called
-with tensors of the meta device, so signature, alignment and constants are those of real launches.
+What `offline` compiles for "portable:forward", "hopper:forward" and the like: the kernels' own
+launchers are called with tensors of the meta device, so signature, alignment and constants are
+those of real launches.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from flashdig.kernels.triton.forward_launch import attention_forward
 from flashdig.problem import AttentionProblem
 
 PREFIX = "portable:"
+HOPPER_FORWARD = "hopper:forward"
 # pass -> which of (q, k, v, bias, sinks) take a gradient
 _WANTED: dict[str, Wanted] = {
     "dq": (True, False, False, False, False),
@@ -30,10 +32,16 @@ def launch(name: str, problem: AttentionProblem, arch: str) -> None:
     """Launch one pass with the table's tile for `arch`; every backward one launches delta first.
 
     Args:
-        name: "portable:" and "forward", "dq", "dkdv", "dk", "dv" or "bias".
+        name: "portable:" and "forward", "dq", "dkdv", "dk", "dv" or "bias"; or "hopper:forward",
+            with its own tile.
 
     Raises ValueError for another pass, and for what has no tile.
     """
+    if name == HOPPER_FORWARD:
+        from flashdig.kernels.hopper.forward_launch import attention_forward as hopper_forward
+
+        hopper_forward(**_tensors(problem), **_settings(problem))
+        return
     pass_ = name.removeprefix(PREFIX)
     if pass_ != "forward" and pass_ not in _WANTED:
         known = ", ".join(("forward", *_WANTED))
@@ -52,6 +60,11 @@ def launch(name: str, problem: AttentionProblem, arch: str) -> None:
         chosen = cast(Pass, pass_)
         configs = {chosen: choose_config(problem, arch, chosen)}
     attention_backward(out, None, **call, out=out, lse=lse, wanted=_WANTED[pass_], configs=configs)
+
+
+def launches(name: str) -> bool:
+    """Whether `launch` knows kernels of that kind of name."""
+    return name.startswith(PREFIX) or name == HOPPER_FORWARD
 
 
 def _settings(problem: AttentionProblem) -> dict[str, Any]:

@@ -22,6 +22,7 @@ __all__ = [
     "load_to_shared",
     "mbarrier",
     "mma_v2",
+    "reinterpreted",
     "store_tile",
     "wait_for_async_loads",
     "wait_for_tile_stores",
@@ -41,6 +42,12 @@ wait_for_async_loads = async_copy.wait_group
 load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 store_tile = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 wait_for_tile_stores = tma.store_wait
+
+# (shared memory, dtype, shape, layout) -> the same memory seen so; public since Triton 3.9
+reinterpreted = (
+    getattr(gl.shared_memory_descriptor, "reinterpret", None)
+    or gl.shared_memory_descriptor._reinterpret
+)
 
 # a class whose members travel together through device functions; not public in any release yet
 aggregate = triton.language.core._aggregate

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import torch
 import triton
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flashdig.kernels.gluon_api import gl
+from flashdig.kernels.launch import Tiles
 
 # head_dim up to so much -> widths of its column blocks; what a tensor lacks arrives as zeros
 BLOCKS = {64: (64, 0), 96: (64, 32), 128: (128, 0), 192: (128, 64), 256: (256, 0)}
@@ -39,10 +39,11 @@ def taken_by_tma(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous() if not x.is_contiguous() else x.clone()
 
 
-def descriptors(
-    x: torch.Tensor, tile_rows: int, *, seqlen: int | None = None, group: int = 1
-) -> tuple[TensorDescriptor, TensorDescriptor | None]:
-    """One for each column block of x; None where there is one block.
+def tiles_of(
+    name: str, x: torch.Tensor, tile_rows: int, *, seqlen: int | None = None, group: int = 1
+) -> dict[str, Tiles]:
+    """What a kernel copies of x through its argument `name`, and `name`_rest for a second column
+    block.
 
     Args:
         x: dense (batch, seqlen, heads, head_dim) or packed (total, heads, head_dim).
@@ -51,10 +52,16 @@ def descriptors(
         group: query heads that share a KV head, to be copied together; dense x only.
     """
     form = _packed if x.dim() == 3 else _dense if group == 1 else _grouped
-    shape, strides, block = form(x, tile_rows, seqlen, group)
-    first, rest = BLOCKS[padded(x.shape[-1])]
-    made = [_descriptor(x, shape, strides, [*block, width]) for width in (first, rest) if width]
-    return made[0], made[1] if rest else None
+    shape, strides, rows = form(x, tile_rows, seqlen, group)
+    dtype = gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16
+    made = {}
+    names = (name, f"{name}_rest")
+    for argument, width in zip(names, BLOCKS[padded(x.shape[-1])], strict=True):
+        if width:
+            block = [*rows, width]
+            layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
+            made[argument] = Tiles(tuple(shape), tuple(strides), tuple(block), layout)
+    return made
 
 
 Form = tuple[list[int], list[int], list[int]]
@@ -87,11 +94,3 @@ def _strides(x: torch.Tensor) -> list[int]:
     """Those of x, with one that TMA takes where a dimension has one element."""
     unit = _ALIGNMENT // x.element_size()
     return [s if n > 1 else unit for s, n in zip(x.stride(), x.shape, strict=True)]
-
-
-def _descriptor(
-    x: torch.Tensor, shape: list[int], strides: list[int], block: list[int]
-) -> TensorDescriptor:
-    dtype = gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16
-    layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
-    return TensorDescriptor(x, shape, strides, block, layout)

@@ -233,13 +233,13 @@ def kernel_name(specialization):
 )
 def flashdig_hopper_forward(
     q_desc,
-    q_rest_desc,
+    q_desc_rest,
     k_desc,
-    k_rest_desc,
+    k_desc_rest,
     v_desc,
-    v_rest_desc,
+    v_desc_rest,
     out_desc,
-    out_rest_desc,
+    out_desc_rest,
     lse_ptr,
     slopes_ptr,
     sinks_ptr,
@@ -273,10 +273,10 @@ def flashdig_hopper_forward(
     SOFTCAP: gl.constexpr,
 ):
     BLOCK_M: gl.constexpr = ROWS * CONSUMERS
-    q_descs = blocks_of(q_desc, q_rest_desc)
-    k_descs = blocks_of(k_desc, k_rest_desc)
-    v_descs = blocks_of(v_desc, v_rest_desc)
-    out_descs = blocks_of(out_desc, out_rest_desc)
+    q_descs = blocks_of(q_desc, q_desc_rest)
+    k_descs = blocks_of(k_desc, k_desc_rest)
+    v_descs = blocks_of(v_desc, v_desc_rest)
+    out_descs = blocks_of(out_desc, out_desc_rest)
     q_tiles = new_tiles(q_descs, CONSUMERS, ROWS)
     if same_blocks(q_descs, out_descs):
         out_tiles = q_tiles  # nothing reads Q any more when the output is there
@@ -294,6 +294,8 @@ def flashdig_hopper_forward(
             cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_q_ptr, seqused_k_ptr,
             batch_size, num_heads, seqlen_q, seqlen_k, BLOCK_M, True, RIGHT,
         )  # fmt: skip
+        if start_m >= seqlen_q:
+            return
     else:
         batch, head, start_m = rows_in_sections(
             batch_size, num_heads, seqlen_q * GROUP, heads_together, BLOCK_M

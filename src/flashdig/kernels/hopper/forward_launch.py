@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 
-from flashdig.kernels.hopper.descriptors import descriptors, padded, taken_by_tma
+from flashdig.kernels.hopper.descriptors import padded, taken_by_tma, tiles_of
 from flashdig.kernels.hopper.forward import flashdig_hopper_forward
+from flashdig.kernels.launch import Launch
+from flashdig.kernels.plans import Plan
 from flashdig.kernels.triton.arguments import LOG2_E, Call, check_grid, prepared
+from flashdig.kernels.triton.slack import clearing
 
 ROWS = 64  # of a consumer warpgroup
 # bytes of K and V that may share the L2 cache between the rows of one causal section
@@ -78,7 +82,8 @@ def attention_forward(
     grouped: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One launch of `flashdig_hopper_forward`; the arguments and results are those of
-    `flashdig.kernels.triton.forward.attention_forward`, but for what `dispatch` keeps from here.
+    `flashdig.kernels.triton.forward_launch.attention_forward`, but for what `dispatch` keeps from
+    here.
 
     Args:
         q, k, v: float16 or bfloat16; copied where their strides or addresses are none that TMA
@@ -91,8 +96,7 @@ def attention_forward(
     """
     if bias is not None or dropout_p > 0.0 or out_dtype not in (None, q.dtype):
         raise ValueError("the Hopper forward takes no bias, no dropout_p and no out_dtype")
-    if softmax_scale <= 0.0 and softcap == 0.0 and alibi_slopes is None:
-        # the kernel's maximum is one of unscaled scores
+    if not _scale_is_served(softmax_scale, softcap, alibi_slopes):
         q, softmax_scale = q * float(-(softmax_scale < 0.0)), abs(softmax_scale) or 1.0
     call = prepared(
         taken_by_tma(q),
@@ -114,27 +118,98 @@ def attention_forward(
         top_left=top_left,
         allow_tf32=allow_tf32,
     )
-    shape = (*q.shape[:-1], v.shape[-1])
     if call.empty:
-        return _without_keys(call, shape, q.dtype)
-    if call.packed:  # slack rows belong to no program
-        out = torch.zeros(shape, dtype=q.dtype, device=q.device)
-        lse = torch.full(call.lse_shape, float("-inf"), device=q.device)
-    else:
-        out = torch.empty(shape, dtype=q.dtype, device=q.device)
-        lse = torch.empty(call.lse_shape, dtype=torch.float32, device=q.device)
-    tile = config or tile_of(call.head_dim, call.head_dim_v)
-    if grouped is None:
-        grouped = worth_grouping(call, tile)
-    _launch(call, out, lse, tile, call.num_heads // call.num_heads_kv if grouped else 1)
-    return out, lse
+        return _without_keys(call)
+    return _ForwardPlan(call, config, grouped)(*call.tensors)
 
 
-def _without_keys(
-    call: Call, shape: tuple[int, ...], dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
+def plan_forward(
+    *tensors: torch.Tensor | None, out_dtype: torch.dtype | None = None, **numbers: Any
+) -> Plan | None:
+    """The plan of `attention_forward`'s arguments; see `flashdig.kernels.launch`."""
+    call = prepared(*tensors, **numbers)
+    moved = any(taken_by_tma(x) is not x for x in (call.q, call.k, call.v))
+    served = _scale_is_served(call.softmax_scale, call.softcap, call.alibi_slopes)
+    if call.empty or call.copies(tensors) or moved or not served:
+        return None
+    return _ForwardPlan(call, None, None)
+
+
+def _scale_is_served(scale: float, softcap: float, alibi_slopes: torch.Tensor | None) -> bool:
+    """Without softcap and ALiBi the kernel takes the maximum of unscaled scores."""
+    return scale > 0.0 or softcap > 0.0 or alibi_slopes is not None
+
+
+class _ForwardPlan:
+    __slots__ = ("_blocks", "_clear_slack", "_dtype", "_launch", "_lse_shape", "_shape")
+
+    def __init__(self, call: Call, config: Tile | None, grouped: bool | None) -> None:
+        tile = config or tile_of(call.head_dim, call.head_dim_v)
+        if grouped is None:
+            grouped = worth_grouping(call, tile)
+        group = call.num_heads // call.num_heads_kv if grouped else 1
+        self._shape = call.out_shape
+        self._lse_shape = call.lse_shape
+        self._dtype = call.q.dtype
+        self._clear_slack = None
+        if call.packed:  # slack rows belong to no program
+            sizes = call.batch, call.seqlen_q, call.num_heads, call.head_dim_v
+            self._clear_slack = clearing(*sizes)
+        out = torch.empty(self._shape, dtype=self._dtype, device="meta")
+        seen = None if call.packed else _keys_seen(call)
+        tiles = {
+            **tiles_of("q_desc", call.q, ROWS, group=group),
+            **tiles_of("k_desc", call.k, tile.block_n, seqlen=seen),
+            **tiles_of("v_desc", call.v, tile.block_n, seqlen=seen),
+            **tiles_of("out_desc", out, ROWS, group=group),
+        }
+        # (column blocks of q and k, of v and out)
+        self._blocks = ("q_desc_rest" in tiles, "v_desc_rest" in tiles)
+        self._launch = Launch(
+            flashdig_hopper_forward,
+            check_grid(_programs(call, tile, group)),
+            _numbers(call, tile, group),
+            tiles,
+            num_warps=4,
+        )
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        bias: torch.Tensor | None,
+        alibi_slopes: torch.Tensor | None,
+        sinks: torch.Tensor | None,
+        dropout_seed: torch.Tensor | None,
+        *lengths: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out = torch.empty(self._shape, dtype=self._dtype, device=q.device)
+        lse = torch.empty(self._lse_shape, dtype=torch.float32, device=q.device)
+        if self._clear_slack is not None:
+            cu_seqlens_q, _, seqused_q, _ = lengths
+            self._clear_slack(out, lse, cu_seqlens_q, seqused_q)
+        wide, wide_v = self._blocks
+        self._launch(
+            q,
+            q if wide else None,
+            k,
+            k if wide else None,
+            v,
+            v if wide_v else None,
+            out,
+            out if wide_v else None,
+            lse,
+            alibi_slopes,
+            sinks,
+            *lengths,
+        )
+        return out, lse
+
+
+def _without_keys(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows that see nothing: out 0; lse -inf, or the sink's logit."""
-    out = torch.zeros(shape, dtype=dtype, device=call.q.device)
+    out = torch.zeros(call.out_shape, dtype=call.q.dtype, device=call.q.device)
     lse = torch.full(call.lse_shape, float("-inf"), device=call.q.device)
     if call.sinks is not None and not call.packed:
         lse = lse.copy_(call.sinks.float()[:, None])
@@ -152,55 +227,45 @@ def worth_grouping(call: Call, tile: Tile) -> bool:
     return together < GROUPED_BELOW * apart
 
 
-def _launch(call: Call, out: torch.Tensor, lse: torch.Tensor, tile: Tile, group: int) -> None:
-    """`group`: query heads of a tile."""
-    heads = call.num_heads // group
-    group_rows = triton.next_power_of_2(group)
+def _programs(call: Call, tile: Tile, group: int) -> int:
+    """Blocks of the grid; `group`: query heads of a tile."""
     block_m = ROWS * tile.consumers
+    heads = call.num_heads // group
     if call.packed:
-        programs = call.row_slots(block_m) * heads
-        seen = None
-    else:
-        programs = triton.cdiv(call.seqlen_q * group_rows, block_m) * heads * call.batch
-        seen = _keys_seen(call)
+        return call.row_slots(block_m) * heads
+    return triton.cdiv(call.seqlen_q * triton.next_power_of_2(group), block_m) * heads * call.batch
+
+
+def _numbers(call: Call, tile: Tile, group: int) -> dict[str, Any]:
+    heads = call.num_heads // group
     slopes = call.alibi_slopes
-    flashdig_hopper_forward[(check_grid(programs),)](
-        *descriptors(call.q, ROWS, group=group),
-        *descriptors(call.k, tile.block_n, seqlen=seen),
-        *descriptors(call.v, tile.block_n, seqlen=seen),
-        *descriptors(out, ROWS, group=group),
-        lse,
-        slopes,
-        call.sinks,
-        call.cu_seqlens_q,
-        call.cu_seqlens_k,
-        call.seqused_q,
-        call.seqused_k,
-        call.batch,
-        heads,
-        call.num_heads // call.num_heads_kv,
-        call.seqlen_q,
-        call.seqlen_k,
-        _heads_together(call, heads),
-        max(call.window_left, 0),
-        max(call.window_right, 0),
-        *_factors(call),
-        call.softcap,
-        slopes.stride(0) if slopes is not None and slopes.dim() == 2 else 0,
-        HEAD_DIM=call.head_dim,
-        HEAD_DIM_V=call.head_dim_v,
-        CONSUMERS=tile.consumers,
-        BLOCK_N=tile.block_n,
-        STAGES=tile.stages,
-        REGISTERS=tile.registers,
-        PACKED=call.packed,
-        GROUP=group_rows,
-        TOP_LEFT=call.top_left,
-        LEFT=call.window_left >= 0,
-        RIGHT=call.window_right >= 0,
-        SOFTCAP=call.softcap > 0.0,
-        num_warps=4,
-    )
+    score_factor, exp_factor = _factors(call)
+    return {
+        "batch_size": call.batch,
+        "num_heads": heads,
+        "group_size": call.num_heads // call.num_heads_kv,
+        "seqlen_q": call.seqlen_q,
+        "seqlen_k": call.seqlen_k,
+        "heads_together": _heads_together(call, heads),
+        "left": max(call.window_left, 0),
+        "right": max(call.window_right, 0),
+        "score_factor": score_factor,
+        "exp_factor": exp_factor,
+        "softcap": call.softcap,
+        "stride_slopes_b": slopes.stride(0) if slopes is not None and slopes.dim() == 2 else 0,
+        "HEAD_DIM": call.head_dim,
+        "HEAD_DIM_V": call.head_dim_v,
+        "CONSUMERS": tile.consumers,
+        "BLOCK_N": tile.block_n,
+        "STAGES": tile.stages,
+        "REGISTERS": tile.registers,
+        "PACKED": call.packed,
+        "GROUP": triton.next_power_of_2(group),
+        "TOP_LEFT": call.top_left,
+        "LEFT": call.window_left >= 0,
+        "RIGHT": call.window_right >= 0,
+        "SOFTCAP": call.softcap > 0.0,
+    }
 
 
 def _keys_seen(call: Call) -> int:

@@ -1,6 +1,13 @@
 """Shared memory through which a producer warp hands tiles to consumer warpgroups. Device code."""
 
-from flashdig.kernels.gluon_api import aggregate, gl, gluon, load_tile, mbarrier
+from flashdig.kernels.gluon_api import (
+    aggregate,
+    gl,
+    gluon,
+    load_tile,
+    mbarrier,
+    reinterpreted,
+)
 
 
 @aggregate
@@ -48,7 +55,7 @@ def ring_of(tiles, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
 @gluon.jit
 def as_block_of(tile, desc):
     """A (rows, columns) tile as the descriptor's (1, 1, rows, columns)."""
-    return tile._reinterpret(desc.dtype, desc.block_type.shape, desc.layout)
+    return reinterpreted(tile, desc.dtype, desc.block_type.shape, desc.layout)
 
 
 @gluon.jit
