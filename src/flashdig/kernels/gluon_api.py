@@ -1,5 +1,7 @@
 """One door to Gluon's names, which move between Triton releases (3.6 to 3.9 are served)."""
 
+from typing import Any
+
 import triton.language.core
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -44,10 +46,8 @@ store_tile = getattr(tma, "async_store", None) or tma.async_copy_shared_to_globa
 wait_for_tile_stores = tma.store_wait
 
 # (shared memory, dtype, shape, layout) -> the same memory seen so; public since Triton 3.9
-reinterpreted = (
-    getattr(gl.shared_memory_descriptor, "reinterpret", None)
-    or gl.shared_memory_descriptor._reinterpret
-)
+_memory: Any = vars(gl)["shared_memory_descriptor"]
+reinterpreted = getattr(_memory, "reinterpret", None) or _memory._reinterpret
 
 # a class whose members travel together through device functions; not public in any release yet
 aggregate = triton.language.core._aggregate
