@@ -21,7 +21,7 @@ SEQLEN, HEADS, BATCH = 1024, 4, 2
 # what multiplies 16-bit tiles; on sm_90 and sm_100 operands come from shared memory
 TENSOR_INSTRUCTION = {"sm_80": "HMMA", "sm_90": "HGMMA", "sm_100": "UTCHMMA", "sm_120": "HMMA"}
 TENSOR_INSTRUCTIONS = ("HMMA", "HGMMA", "UTCHMMA")
-# the bias's gradient has one tile for every chip, which is not in the table
+# the bias's gradient has a tile of its own, which is not in the table
 BIAS_SPILL_BYTES = 768
 
 HALF = AttentionProblem.dense(BATCH, HEADS, SEQLEN, 64, "bfloat16", causal=True)
@@ -69,6 +69,8 @@ WANTED = {
     "sm_120": [
         ("forward", wide(HALF, 256).replace(bias="bool", mask=Mask())),
         ("bias", HALF.replace(bias="float")),
+        # the widest operands on the chip with the least shared memory
+        ("bias", wide(SINGLE, 256).replace(bias="float")),
         ("dkdv", HALF.replace(packed=True, mask=Mask())),
         ("dq", SINGLE),
     ],

@@ -1,8 +1,8 @@
 """The yardstick of the conformance suite: eager attention in the inputs' dtype, with every feature.
 
 It rounds QK^T, P and O to the dtype and keeps all that lies between in float32. Its gradients are
-the equations of Dao 2023, algorithm 2, on whole matrices: P comes from the kept float32 LSE and
-D = rowsum(dO * O) from the rounded O; dP and dS are rounded.
+the equations of Dao 2023, algorithm 2, on whole matrices: P comes from scores computed anew and the
+kept float32 LSE, and D = rowsum(dO * O) from the rounded O; dP and dS are rounded.
 """
 
 from __future__ import annotations
@@ -99,18 +99,22 @@ def _dense(
     def rounded(x: torch.Tensor) -> torch.Tensor:
         return x.to(inputs.q.dtype).float()
 
-    scores = product(q, k.transpose(-1, -2)) * case.softmax_scale
-    slope = torch.ones((), device=q.device)
-    if case.softcap:
-        tanh = torch.tanh(scores / case.softcap)
-        scores, slope = case.softcap * tanh, 1.0 - tanh * tanh
-    if inputs.bias is not None and inputs.bias.dtype != torch.bool:
-        scores = scores + inputs.bias.float()
-    if inputs.alibi_slopes is not None:
-        slopes = inputs.alibi_slopes.expand(case.batch, num_heads)[first : first + batch]
-        distance = distance_from_diagonal(case, seqlen_q, seqlen_k, q.device).abs()
-        scores = scores - slopes[..., None, None] * distance
-    scores = scores.masked_fill(~visible, -math.inf)
+    def final_scores(products: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scores with -inf for what is hidden, and the derivative of softcap."""
+        scores = products * case.softmax_scale
+        slope = torch.ones((), device=q.device)
+        if case.softcap:
+            tanh = torch.tanh(scores / case.softcap)
+            scores, slope = case.softcap * tanh, 1.0 - tanh * tanh
+        if inputs.bias is not None and inputs.bias.dtype != torch.bool:
+            scores = scores + inputs.bias.float()
+        if inputs.alibi_slopes is not None:
+            slopes = inputs.alibi_slopes.expand(case.batch, num_heads)[first : first + batch]
+            distance = distance_from_diagonal(case, seqlen_q, seqlen_k, q.device).abs()
+            scores = scores - slopes[..., None, None] * distance
+        return scores.masked_fill(~visible, -math.inf), slope
+
+    scores, slope = final_scores(product(q, k.transpose(-1, -2)))
     # the sinks' column, or one that weighs nothing
     logits = torch.full((num_heads,), -math.inf, device=q.device)
     if inputs.sinks is not None:
@@ -128,6 +132,9 @@ def _dense(
     out = product(dropped, v)
 
     # from here on as a backward that keeps only O and the LSE: P = exp(S - L), D = rowsum(dO * O)
+    if q.dtype == torch.float32:
+        # the scores come anew, summed in another order; in 16 bits their rounding hides that
+        scores, slope = final_scores(product(q.flip(-1), k.flip(-1).transpose(-1, -2)))
     statistic = torch.where(alive, lse[..., None], 0.0)
     probs = torch.where(visible & alive, torch.exp(scores - statistic), 0.0)
     sink_probs = torch.where(alive, torch.exp(columns[..., seqlen_k:] - statistic), 0.0)

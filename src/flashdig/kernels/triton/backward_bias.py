@@ -14,8 +14,13 @@ from flashdig.kernels.triton.recompute import keep_factors, probabilities
 from flashdig.kernels.triton.score_terms import LOG2_E
 from flashdig.kernels.triton.sequences import key_phases, seen_keys
 
-BLOCK_M = 64
-BLOCK_N = 64
+# what the tiles of Q, K, V and dO may take together: fits the shared memory of every chip
+OPERAND_BYTES = 64 * 1024
+
+
+def block_size(width: int, itemsize: int) -> int:
+    """Rows and keys of a tile, for operands of `width` columns of `itemsize` bytes."""
+    return max(16, min(64, OPERAND_BYTES // (4 * width * itemsize)))
 
 
 @triton.jit(
