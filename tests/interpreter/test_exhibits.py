@@ -30,6 +30,13 @@ def _usable_interpreter():
 
 
 DTYPES = ("float32", "float16")
+# online_softmax runs a program for every row, which the interpreter takes long for
+FEW_ROWS = ("odd", "more keys causal", "one query")
+
+
+def rungs_of(name: str, dtype: str) -> tuple[str, ...]:
+    few = dtype == "float16" or name in FEW_ROWS
+    return tuple(rung for rung in TRITON_RUNGS if few or rung != "online_softmax")
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +47,7 @@ def runs_of_all_cases():
     for name, dtype in keys:
         inputs = inputs_of(name, dtype)
         causal = problem_of(name, dtype).causal
-        jobs.append(Job(TRITON_RUNGS, inputs.q, inputs.k, inputs.v, causal))
+        jobs.append(Job(rungs_of(name, dtype), inputs.q, inputs.k, inputs.v, causal))
     return dict(zip(keys, run_in_interpreter(jobs), strict=True))
 
 
@@ -48,7 +55,9 @@ def runs_of_all_cases():
 @pytest.mark.parametrize("name", CASES)
 def test_exhibits_are_right_and_predict_their_traffic(name, dtype, runs_of_all_cases) -> None:
     inputs, problem = inputs_of(name, dtype), problem_of(name, dtype)
-    for rung, run in runs_of_all_cases[name, dtype].items():
+    runs = runs_of_all_cases[name, dtype]
+    assert set(runs) >= {"v1", "v2", "v2_transposed"}
+    for rung, run in runs.items():
         assert_within_contract(run.out, run.lse, inputs, problem.causal)
         predicted = generation(rung).predict(problem)
         counted = (run.counts.load_bytes, run.counts.store_bytes)

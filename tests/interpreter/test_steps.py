@@ -19,6 +19,14 @@ from tests.exhibit_cases import CASES, assert_within_contract, inputs_of, proble
 
 DTYPES = ("float32", "float16")
 SMALL = tuple(name for name in CASES if not name.startswith("whole"))  # those have no masked lanes
+# float32 has smaller tiles, so more programs: the three cases with the most are left to float16
+MANY_PROGRAMS = ("odd causal", "gqa", "one key")
+RUNS = [
+    (name, dtype)
+    for name in SMALL
+    for dtype in DTYPES
+    if dtype == "float16" or name not in MANY_PROGRAMS
+]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -29,18 +37,16 @@ def _usable_interpreter():
 @pytest.fixture(scope="module")
 def runs_of_all_cases():
     """Both paths and their ends on every case, in one process, by (case, dtype)."""
-    keys = [(name, dtype) for name in SMALL for dtype in DTYPES]
     jobs = []
-    for name, dtype in keys:
+    for name, dtype in RUNS:
         inputs, problem = inputs_of(name, dtype), problem_of(name, dtype)
         steps = [exhibit.name for exhibit in step_generations(problem)]
         names = ("v1", "v2", "v2_transposed", *steps)
         jobs.append(Job(names, inputs.q, inputs.k, inputs.v, problem.causal))
-    return dict(zip(keys, run_in_interpreter(jobs), strict=True))
+    return dict(zip(RUNS, run_in_interpreter(jobs), strict=True))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize(("name", "dtype"), RUNS)
 def test_paths_are_right_and_predict_their_traffic(name, dtype, runs_of_all_cases) -> None:
     inputs, problem = inputs_of(name, dtype), problem_of(name, dtype)
     runs = runs_of_all_cases[name, dtype]
@@ -55,8 +61,7 @@ def test_paths_are_right_and_predict_their_traffic(name, dtype, runs_of_all_case
         ), exhibit.name
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize(("name", "dtype"), RUNS)
 def test_both_ends_are_v1_and_v2_to_the_bit(name, dtype, runs_of_all_cases) -> None:
     runs = runs_of_all_cases[name, dtype]
     causal = problem_of(name, dtype).causal
