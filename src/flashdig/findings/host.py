@@ -7,14 +7,20 @@ from statistics import median
 
 from flashdig.costs.units import percent, seconds
 from flashdig.findings.finding import Advice, Finding, Number
-from flashdig.findings.recording import MANY_KERNELS, Recording, place, stamp, times
+from flashdig.findings.recording import (
+    MANY_KERNELS,
+    UNPROFILED_HOST,
+    Recording,
+    place,
+    stamp,
+    times,
+)
 from flashdig.readers.attribution import AttentionCall
 from flashdig.readers.model import DeviceEvent, HostOp
 from flashdig.readers.steps import find_steps
 
 _LAUNCH_BOUND_SHARE = 0.3
-# from a launch to its kernel when the device has nothing else to do
-_LAUNCH_LATENCY_NS = 5_000
+_PLANNED_ANEW_NS = 1_000_000
 _COMPILING = (
     "compile_inner",
     "CachingAutotuner.benchmark_all_configs",
@@ -44,41 +50,49 @@ def launch_bound(recording: Recording) -> list[Finding]:
         for step in breakdown.steps
         if step.window.kernels >= MANY_KERNELS
     ]
-    if not steps or len(recording.summary.breakdowns) != 1:
+    if not steps or len(recording.summary.breakdowns) != 1 or compiled_in_loop(recording):
         return []
-    elapsed = sum(step.shares.elapsed_ns for step in steps)
-    gaps = _gaps(recording, [(s.window.start_ns, s.window.end_ns) for s in steps])
+    # the first step pays for the start of the recording
+    step = min(steps, key=lambda one: one.shares.elapsed_ns)
+    elapsed, busy, kernels = step.shares.elapsed_ns, step.shares.busy_ns, step.window.kernels
+    gaps, launches = _gaps(recording, step.window.start_ns, step.window.end_ns)
     waited = sum(gap.before_launch_ns for gap in gaps)
-    if not elapsed or waited < _LAUNCH_BOUND_SHARE * elapsed:
+    if launches < MANY_KERNELS or waited < _LAUNCH_BOUND_SHARE * elapsed:
         return []
-    kernels = sum(step.window.kernels for step in steps)
-    busy = sum(step.shares.busy_ns for step in steps)
+    saved = UNPROFILED_HOST * elapsed - busy
+    if saved <= 0.1 * elapsed:
+        return []
     worst = max(gaps, key=lambda gap: gap.before_launch_ns)
-    per_kernel, mean_kernel = elapsed / kernels, busy / kernels
     return [
         Finding(
             rule="launch-bound",
             verdict="slow",
             claim=(
-                f"The device waits for the host for {percent(waited / elapsed)} of the steps: a "
-                f"kernel takes {seconds(mean_kernel / 1e9)} on average, and the host issues one "
-                f"every {seconds(per_kernel / 1e9)}. The profiler makes the host slower than it is "
-                "without."
+                f"The device waits for the host for {percent(waited / elapsed)} of a step: a "
+                f"kernel takes {seconds(busy / kernels / 1e9)} on average, and the host issues one "
+                f"every {seconds(elapsed / kernels / 1e9)} (about "
+                f"{seconds(UNPROFILED_HOST * elapsed / kernels / 1e9)} without the profiler)."
             ),
-            where=f"{times(len(steps), 'step')}, {kernels:,} kernels",
+            where=f"{times(len(steps), 'step')} of about {kernels:,} kernels",
             numbers=(
-                Number("device idle before the next launch had begun", waited, "ns"),
+                Number(
+                    "device idle before the next launch had begun, one step",
+                    waited,
+                    "ns",
+                    f"from ts {stamp(step.window.start_ns)}",
+                ),
                 Number(
                     "longest such gap",
                     worst.before_launch_ns,
                     "ns",
                     f"before {place(worst.event)}",
                 ),
-                Number("kernels of a step", kernels / len(steps), "count"),
+                Number("launches of a step", launches, "count"),
             ),
             gain=recording.host_gain(
-                waited / 1e9,
-                "the recorded time in which the device had nothing to do and no launch had begun",
+                saved * len(steps) / 1e9,
+                f"{UNPROFILED_HOST:.0%} of the fastest step, what the host needs without the "
+                "profiler, less its busy time",
             ),
             advice=Advice(
                 "Capture the step in a CUDA graph: torch.compile with mode='reduce-overhead', or "
@@ -91,29 +105,31 @@ def launch_bound(recording: Recording) -> list[Finding]:
     ]
 
 
-def _gaps(recording: Recording, windows: list[tuple[int, int]]) -> list[Gap]:
-    """Idle stretches inside the windows, of one device."""
+def _gaps(recording: Recording, start: int, end: int) -> tuple[list[Gap], int]:
+    """Idle stretches of one device between two moments, and the launches in between."""
     gaps: list[Gap] = []
-    events = recording.trace.device_events()
-    for start, end in windows:
-        done = start
-        for event in events:
-            if event.start_ns < start or event.start_ns >= end:
-                continue
-            if event.start_ns > done and event.launch is not None:
+    launches: set[int] = set()
+    done = start
+    for event in recording.trace.device_events():
+        if not start <= event.start_ns < end:
+            continue
+        if event.launch is not None:
+            launches.add(id(event.launch))
+            if event.start_ns > done:
                 waited = min(event.launch.start_ns, event.start_ns) - done
                 gaps.append(Gap(done, event.start_ns - done, max(0, waited), event))
-            done = max(done, event.end_ns)
-    return gaps
+        done = max(done, event.end_ns)
+    return gaps, len(launches)
 
 
 def host_bound_call(recording: Recording) -> list[Finding]:
     """One attention call costs the host more than the device."""
     found = []
     for group in recording.groups:
-        host, device = group.median_host_ns, group.median_device_ns
-        if host is None or not device or group.count < 2 or group.first.pass_ != "forward":
+        recorded, device = group.median_host_ns, group.median_device_ns
+        if recorded is None or not device or group.count < 2 or group.first.pass_ != "forward":
             continue
+        host = UNPROFILED_HOST * recorded
         # with other work around it the gaps of the whole step say more
         if (recording.share(group.device_ns or 0) or 0) < 0.5 or host < 1.2 * device:
             continue
@@ -125,18 +141,18 @@ def host_bound_call(recording: Recording) -> list[Finding]:
                 backend=group.first.backend,
                 verdict="slow",
                 claim=(
-                    f"A call keeps the host for {seconds(host / 1e9)} and the device for "
-                    f"{seconds(device / 1e9)}: issued one by one, calls run at the host's pace. "
-                    "The profiler's own cost is in the host's figure."
+                    f"A call keeps the host for {seconds(recorded / 1e9)}, about "
+                    f"{seconds(host / 1e9)} without the profiler, and the device for "
+                    f"{seconds(device / 1e9)}: issued one by one, calls run at the host's pace."
                 ),
                 where=f"{times(group.count, 'call')} of {group.describe()}",
                 numbers=(
-                    Number("host time of a call, median", host, "ns", _op_place(call)),
+                    Number("host time of a call, median", recorded, "ns", _op_place(call)),
                     Number("device time of a call, median", device, "ns"),
                 ),
                 gain=recording.host_gain(
                     (host - device) * group.count / 1e9,
-                    "host time above device time, which a CUDA graph removes",
+                    f"{UNPROFILED_HOST:.0%} of the recorded host time, less the device's",
                 ),
                 advice=Advice(
                     "Replay the call from a CUDA graph, or give it more work at once.",
@@ -158,13 +174,15 @@ def cudnn_planning(recording: Recording) -> list[Finding]:
     own = [(call, op, recording.own_ns(op)) for call in calls if (op := _cudnn_op(call))]
     if len(own) < 2:
         return []
-    middle = sorted(own, key=lambda entry: entry[2])[len(own) // 2]
-    call, op, typical = middle
+    # a new shape is planned from scratch, in milliseconds; that is not every call's cost
+    call, op, typical = sorted(own, key=lambda entry: entry[2])[len(own) // 2]
+    if typical > _PLANNED_ANEW_NS:
+        return []
     host = median(c.host_ns or 0 for c, _, _ in own)
     device = median(c.device_ns or 0 for c, _, _ in own)
     if not host or typical < 0.3 * host or typical < 20_000:
         return []
-    hidden = device > host
+    hidden = device > UNPROFILED_HOST * host
     return [
         Finding(
             rule="cudnn-planning",
@@ -220,9 +238,10 @@ def wrapper_cost(recording: Recording) -> list[Finding]:
             continue
         around = (call.host_ns or 0) - inner.duration_ns
         device = group.median_device_ns or 0
+        host = UNPROFILED_HOST * (call.host_ns or 0)
         if around < 0.3 * (call.host_ns or 0) or around < 30_000 or group.count < 2:
             continue
-        hidden = device > (call.host_ns or 0)
+        hidden = device > host
         found.append(
             Finding(
                 rule="wrapper-cost",

@@ -30,6 +30,9 @@ SCHEDULE_OF_BACKEND = {
     "flashdig": "v3",
     "flex_attention": "sdpa_flash",
 }
+# Host time of a step or call without the profiler over that with it (shapes recorded), as measured
+# on an H200's host (benchmarks/results/nvidia-h200/findings.json).
+UNPROFILED_HOST = 0.6
 # kernels of a step from which on its gaps say something about launching
 MANY_KERNELS = 20
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flashdig.costs.units import percent, seconds
 from flashdig.findings.finding import Advice, Finding, Number
-from flashdig.findings.recording import Recording, main_kernel, place, times
+from flashdig.findings.recording import SCHEDULE_OF_BACKEND, Recording, main_kernel, place, times
 from flashdig.problem import DTYPE_BYTES
 from flashdig.readers.attribution import AttentionCall
 
@@ -29,10 +29,11 @@ def padded_head_dim(recording: Recording) -> list[Finding]:
         share = recording.share(total_ns) or 0
         if waste < 0.1 or share < _LEAST_SHARE:
             continue
+        saved = _padding_share(recording, call, built)
         found.append(
             Finding(
                 rule="padded-head-dim",
-                device_ns=waste * kernel.duration_ns,
+                device_ns=None if saved is None else saved * kernel.duration_ns,
                 calls=tuple(group.calls),
                 backend=group.first.backend,
                 verdict="slow",
@@ -46,8 +47,13 @@ def padded_head_dim(recording: Recording) -> list[Finding]:
                     Number("head_dim of the tensors", dim, "count"),
                     Number("head_dim of the kernel", built, "count", place(kernel)),
                 ),
-                gain=recording.device_gain(
-                    waste * total_ns / 1e9, "products of the padding: an upper bound"
+                gain=(
+                    None
+                    if saved is None
+                    else recording.device_gain(
+                        saved * total_ns / 1e9,
+                        f"the models of head_dim {dim} and {built}, one against the other",
+                    )
                 ),
                 advice=Advice(
                     f"A model with head_dim {built} costs the same; one with a smaller built size "
@@ -57,6 +63,20 @@ def padded_head_dim(recording: Recording) -> list[Finding]:
             )
         )
     return found
+
+
+def _padding_share(recording: Recording, call: AttentionCall, built: int) -> float | None:
+    """Part of the time that the model gives to the padding of head_dim."""
+    problem, schedule = call.problem(), SCHEDULE_OF_BACKEND.get(call.backend)
+    if problem is None or schedule is None:
+        return None
+    real = recording.expected(problem, schedule, call.pass_)
+    padded = recording.expected(
+        problem.replace(head_dim=built, head_dim_v=built), schedule, call.pass_
+    )
+    if real is None or padded is None or padded.expected_s <= real.expected_s:
+        return None
+    return 1 - real.expected_s / padded.expected_s
 
 
 def float32_attention(recording: Recording) -> list[Finding]:
