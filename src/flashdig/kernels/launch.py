@@ -29,6 +29,7 @@ every launch goes through the JIT.
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -240,16 +241,20 @@ class _Descriptors:
     def __init__(self, tiles: Mapping[int, Tiles], meta: Sequence[Any] | None) -> None:
         self._tiles = dict(sorted(tiles.items()))
         self._meta = None if meta is None else dict(zip(self._tiles, meta, strict=True))
-        self._known: dict[int, dict[int, list[Any]]] = {place: {} for place in self._tiles}
+        # by place: descriptors by address; None: no descriptor
+        self._known: list[dict[int, list[Any]] | None] = [
+            {} if place in self._tiles else None for place in range(max(self._tiles) + 1)
+        ]
 
     def arguments(self, tensors: tuple[torch.Tensor | None, ...]) -> list[Any]:
         """The leading arguments as the launcher takes them: addresses, and for a descriptor itself,
         its sizes and its strides."""
         arguments: list[Any] = []
-        for place, x in enumerate(tensors):
-            known = self._known.get(place)
-            if known is None or x is None:
-                arguments.append(None if x is None else x.data_ptr())
+        for place, (x, known) in enumerate(itertools.zip_longest(tensors, self._known)):
+            if x is None:
+                arguments.append(None)
+            elif known is None:
+                arguments.append(x.data_ptr())
             elif self._meta is None:
                 arguments.append(self._tiles[place].descriptor(x))
             else:

@@ -10,7 +10,7 @@ import triton
 
 from flashdig.kernels.hopper.descriptors import padded, taken_by_tma, tiles_of
 from flashdig.kernels.hopper.forward import flashdig_hopper_forward
-from flashdig.kernels.launch import Launch
+from flashdig.kernels.launch import Launch, allocation
 from flashdig.kernels.plans import Plan
 from flashdig.kernels.triton.arguments import LOG2_E, Call, check_grid, prepared
 from flashdig.kernels.triton.slack import clearing
@@ -141,21 +141,21 @@ def _scale_is_served(scale: float, softcap: float, alibi_slopes: torch.Tensor | 
 
 
 class _ForwardPlan:
-    __slots__ = ("_blocks", "_clear_slack", "_dtype", "_launch", "_lse_shape", "_shape")
+    __slots__ = ("_blocks", "_clear_slack", "_launch", "_make_lse", "_make_out")
 
     def __init__(self, call: Call, config: Tile | None, grouped: bool | None) -> None:
         tile = config or tile_of(call.head_dim, call.head_dim_v)
         if grouped is None:
             grouped = worth_grouping(call, tile)
         group = call.num_heads // call.num_heads_kv if grouped else 1
-        self._shape = call.out_shape
-        self._lse_shape = call.lse_shape
-        self._dtype = call.q.dtype
+        dtype, device = call.q.dtype, call.q.device
+        self._make_out = allocation(call.out_shape, dtype, device)
+        self._make_lse = allocation(call.lse_shape, torch.float32, device)
         self._clear_slack = None
         if call.packed:  # slack rows belong to no program
             sizes = call.batch, call.seqlen_q, call.num_heads, call.head_dim_v
             self._clear_slack = clearing(*sizes)
-        out = torch.empty(self._shape, dtype=self._dtype, device="meta")
+        out = torch.empty(call.out_shape, dtype=dtype, device="meta")
         seen = None if call.packed else _keys_seen(call)
         tiles = {
             **tiles_of("q_desc", call.q, ROWS, group=group),
@@ -184,8 +184,7 @@ class _ForwardPlan:
         dropout_seed: torch.Tensor | None,
         *lengths: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        out = torch.empty(self._shape, dtype=self._dtype, device=q.device)
-        lse = torch.empty(self._lse_shape, dtype=torch.float32, device=q.device)
+        out, lse = self._make_out(), self._make_lse()
         if self._clear_slack is not None:
             cu_seqlens_q, _, seqused_q, _ = lengths
             self._clear_slack(out, lse, cu_seqlens_q, seqused_q)
