@@ -46,7 +46,8 @@ DUG = ("v1", "v2", "v2_transposed")
 DUG_SHAPE = (10, 64, 1024, 64)
 # of the 2,000 columns that `--set full` writes: what the readers and the rules use
 _KEPT_COLUMNS = re.compile(
-    r"^(ID|Process ID|Kernel Name|Context|Stream|Block Size|Grid Size|Device|CC|.*Range"
+    r"^(ID|Process ID|Kernel Name|Context|Stream|Block Size|Grid Size|Device|CC"
+    r"|.*(Push/Pop|Start/Stop)_Range.*"
     r"|gpu__time_duration\.sum|gpc__cycles_elapsed\.(max|avg\.per_second)"
     r"|dram__bytes_(read|write)\.sum|gpu__dram_throughput\.avg\.pct_of_peak_sustained_elapsed"
     r"|lts__t_sectors\.sum|lts__t_sectors_srcunit_tex(_op_read|_op_write)?\.sum"

@@ -14,7 +14,7 @@ _CONFLICT_LIMIT = 10.0
 _MIO_LIMIT = 25.0
 _EXPLAINS: dict[str, tuple[str, ...]] = {
     "bytes at memory": ("traffic-above-model", "misaligned-accesses"),
-    "bytes asked of the L2": ("misaligned-accesses",),
+    "bytes asked of the L2, at most": ("register-spills", "misaligned-accesses"),
     "occupancy": ("occupancy-by-design",),
     "bank conflicts": ("bank-conflicts",),
     "MIO queue": ("mio-pressure",),
@@ -23,13 +23,20 @@ _EXPLAINS: dict[str, tuple[str, ...]] = {
 }
 
 
-def counted_rows(kernel: NcuKernel, guess: Guess, findings: Sequence[Finding]) -> tuple[Row, ...]:
+def counted_rows(
+    kernel: NcuKernel,
+    guess: Guess,
+    findings: Sequence[Finding],
+    beside: Sequence[NcuKernel] = (),
+) -> tuple[Row, ...]:
     """Rows of one kernel, surprises first.
 
     Args:
         findings: of this kernel.
+        beside: other kernels of the same call (fills, copies): bytes and time are of all together.
     """
     rows: list[Row] = []
+    every = (kernel, *beside)
 
     def compare(
         what: str, guessed: float | None, found: float | None, unit: Unit, tolerance: float
@@ -43,10 +50,22 @@ def counted_rows(kernel: NcuKernel, guess: Guess, findings: Sequence[Finding]) -
         if found is not None:
             rows.append(_row(what, most, found, unit, found > most, findings))
 
-    compare("bytes at memory", guess.memory_bytes, kernel.dram_bytes, "bytes", _TOLERANCE)
-    compare(
-        "bytes asked of the L2", guess.issued_bytes, kernel.l2_from_sms_bytes, "bytes", _TOLERANCE
-    )
+    moved = _sum([one.dram_bytes for one in every])
+    compare("bytes at memory", guess.memory_bytes, moved, "bytes", _TOLERANCE)
+    asked = _sum([one.l2_from_sms_bytes for one in every])
+    if guess.issued_bytes is not None and asked is not None:
+        # what instructions ask for is the most that the L2 sees; the L1 may serve a part of it
+        more = asked > (1 + _TOLERANCE) * guess.issued_bytes
+        row = _row(
+            "bytes asked of the L2, at most", guess.issued_bytes, asked, "bytes", more, findings
+        )
+        if (
+            more
+            and row.rule == "register-spills"
+            and not _spills_explain(kernel, asked - guess.issued_bytes)
+        ):
+            row = Row(row.what, row.guessed, row.found, "bytes", True, UNEXPLAINED)
+        rows.append(row)
     occupancy = None if guess.occupancy is None else 100 * guess.occupancy
     compare("occupancy", occupancy, kernel.occupancy.theoretical_percent, "percent", 0.15)
     if guess.problem.dtype == "float32":
@@ -60,14 +79,21 @@ def counted_rows(kernel: NcuKernel, guess: Guess, findings: Sequence[Finding]) -
         rows.append(
             Row("tensor cores", 0.0, kernel.pipes.tensor, "percent", kernel.pipes.tensor > 1)
         )
-    if guess.expected_s is not None and kernel.duration_ns is not None:
-        rows.append(
-            Row(
-                "device time while counted", guess.expected_s * 1e9, kernel.duration_ns, "ns", False
-            )
-        )
+    duration = _sum([one.duration_ns for one in every])
+    if guess.expected_s is not None and duration is not None:
+        rows.append(Row("device time while counted", guess.expected_s * 1e9, duration, "ns", False))
     rows.sort(key=lambda row: not row.surprise)
     return tuple(rows)
+
+
+def _sum(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if known and len(known) == len(values) else None
+
+
+def _spills_explain(kernel: NcuKernel, extra: float) -> bool:
+    """A spill request moves a word a lane, 128 bytes; most of the extra must be theirs."""
+    return (kernel.local_spill_requests or 0) * 128 >= 0.3 * extra
 
 
 def multiply_adds(kernel: NcuKernel) -> float | None:

@@ -26,6 +26,7 @@ _LEAST_SHARE = 0.03
 _BUSY_STAGE = 0.5
 _LOW_OCCUPANCY = 50.0
 _FFMA_LIMIT = 20.0
+_FFMA_OF_FLOAT32 = 5.0
 
 
 @dataclass(frozen=True)
@@ -393,7 +394,8 @@ def without_tensor_cores(counted: Counted) -> list[Finding]:
     pipes = counted.kernel.pipes
     if not counted.kernel.decoded.is_attention or pipes.tensor is None or pipes.fma is None:
         return []
-    if pipes.tensor > 1.0 or pipes.fma < _FFMA_LIMIT:
+    in_float32 = counted.kernel.decoded.dtype == "float32"
+    if pipes.tensor > 1.0 or pipes.fma < (_FFMA_OF_FLOAT32 if in_float32 else _FFMA_LIMIT):
         return []
     return [
         Finding(

@@ -305,6 +305,8 @@ def _counts(call: AttentionCall) -> str:
     """'5 kernels and 2 copies or fills'."""
     kernels = kernels_of(call)
     others = len(call.events) - kernels
+    if others == 1:
+        return f"{times(kernels, 'kernel')} and a copy or fill"
     return times(kernels, "kernel") + (f" and {others} copies or fills" if others else "")
 
 

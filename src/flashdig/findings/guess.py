@@ -88,6 +88,7 @@ class Guess:
         compulsory_bytes, issued_bytes, memory_bytes: the three columns of traffic.
         scratch_bytes: memory beside input and output.
         occupancy: of the main kernel, 0 to 1.
+        whole: it is of all that a step launches, what prepares the kernel included.
     """
 
     asked: str
@@ -109,6 +110,7 @@ class Guess:
     scratch_bytes: int | None = None
     occupancy: float | None = None
     notes: tuple[str, ...] = ()
+    whole: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -182,6 +184,7 @@ def guess(
         scratch_bytes=prediction.scratch_bytes,
         occupancy=prediction.occupancy if what.operators == "exhibit" else None,
         notes=prediction.notes,
+        whole=what.operators == "exhibit",
     )
 
 

@@ -227,16 +227,17 @@ def cudnn_planning(recording: Recording) -> list[Finding]:
 
 
 def wrapper_cost(recording: Recording) -> list[Finding]:
-    """Host time in the Python layers around a library's own operator."""
+    """Host time in the layers of a library, outside of what they allocate and launch."""
     found = []
     for group in recording.groups:
         call = _typical(group.calls)
         inner = _launching_operator(call)
-        if call.op is None or inner is None or inner is call.op or call.pass_ != "forward":
+        if call.op is None or inner is None or call.pass_ != "forward":
             continue
         if call.op.name.startswith("aten::"):
             continue
-        around = (call.host_ns or 0) - inner.duration_ns
+        # what is left is allocations, fills and launches
+        around = (call.host_ns or 0) - inner.duration_ns + recording.own_ns(inner)
         device = group.median_device_ns or 0
         host = UNPROFILED_HOST * (call.host_ns or 0)
         if around < 0.3 * (call.host_ns or 0) or around < 30_000 or group.count < 2:
@@ -251,8 +252,8 @@ def wrapper_cost(recording: Recording) -> list[Finding]:
                 verdict="fine" if hidden else "slow",
                 claim=(
                     f"{seconds(around / 1e9)} of a call's {seconds((call.host_ns or 0) / 1e9)} on "
-                    f"the host pass in {call.op.name} and other layers around {inner.name}, which "
-                    f"does the launch; the device takes {seconds(device / 1e9)}."
+                    f"the host pass in {call.op.name} and the layers around {inner.name}'s "
+                    f"allocations and launches; the device takes {seconds(device / 1e9)}."
                 ),
                 where=f"{times(group.count, 'call')} of {group.describe()}",
                 numbers=(
@@ -265,7 +266,8 @@ def wrapper_cost(recording: Recording) -> list[Finding]:
                     None
                     if hidden
                     else recording.host_gain(
-                        around * group.count / 1e9, "host time outside of the inner operator"
+                        around * group.count / 1e9,
+                        "host time outside of operators and launches inside of the call",
                     )
                 ),
                 advice=Advice(
@@ -287,9 +289,11 @@ def _launching_operator(call: AttentionCall) -> HostOp | None:
     if not call.events:
         return None
     op = max(call.events, key=lambda event: event.duration_ns).op
-    while op is not None and op is not call.op:
+    while op is not None:
         if op.kind == "operator" and not op.name.startswith("aten::"):
             return op
+        if op is call.op:
+            return None
         op = op.parent
     return None
 

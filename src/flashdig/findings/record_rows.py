@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from flashdig.findings.explanation import UNEXPLAINED
@@ -14,7 +15,8 @@ _TIMING = ("ms", "ms_all", "aa_spread", "sm_clock_mhz", "power_w")
 
 def record_rows(preset: ArticlePreset, study: Study) -> list[dict[str, Any]]:
     """One row a variant: the guess, what was found, surprises with causes, findings."""
-    return [_row(preset, section) for section in study.sections]
+    # tuples become lists, as the file will hold them
+    return [json.loads(json.dumps(_row(preset, section))) for section in study.sections]
 
 
 def _row(preset: ArticlePreset, section: Section) -> dict[str, Any]:

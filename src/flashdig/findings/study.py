@@ -9,7 +9,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from flashdig.findings.articles import ArticleRow, against_article, main_counters
+from flashdig.findings.articles import ArticleRow, against_article, of_variant
 from flashdig.findings.counted_rows import counted_rows
 from flashdig.findings.counters import COUNTER_RULES, counted_kernels
 from flashdig.findings.explanation import UNEXPLAINED, Explanation, Row, explain
@@ -184,9 +184,9 @@ def study_preset(
             continue
         (trace,) = read_traces([str(folder / trace_name)])
         recordings[name] = Recording.of(trace)
-        counted = main_counters(kernels, name)
-        if counted is not None:
-            mains[name] = counted
+        counted = of_variant(kernels, name)
+        if counted:
+            mains[name] = counted[0]
         sections.append(_preset_section(name, facts, recordings[name], counted, guesses, device))
     article = against_article(preset, recordings, mains, device)
     return Study(preset.title, tuple(sections), tuple(article), guessed_at)
@@ -196,19 +196,20 @@ def _preset_section(
     name: str,
     facts: Mapping[str, Any],
     recording: Recording,
-    counted: NcuKernel | None,
+    counted: Sequence[NcuKernel],
     guesses: Mapping[str, Guess],
     device: Device | None,
 ) -> Section:
     findings = find_in_trace(recording.trace, recording.summary)
     explanations = explain(recording, findings, [guesses.get(name)])[:1]
-    if counted is not None:
-        (one,) = counted_kernels([counted], device or _device(recording), subjects=[name])
+    if counted:
+        main, *beside = counted
+        (one,) = counted_kernels([main], device or _device(recording), subjects=[name])
         own = [found for rule in COUNTER_RULES.values() for found in rule(one)]
         given = guesses.get(name)
         if given is not None:
-            rows = counted_rows(counted, given, own)
-            explanations.append(Explanation(f"{name}: counters of its kernel", 1, given, rows))
+            rows = counted_rows(main, given, own, beside)
+            explanations.append(Explanation(f"{name}: counters", 1, given, rows))
         findings += own
     return Section(name, tuple(explanations), tuple(in_order(findings)), facts=facts)
 
