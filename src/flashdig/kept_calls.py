@@ -26,6 +26,7 @@ Key = tuple[Hashable, ...]
 _kept = Kept()
 _current_device = getattr(torch._C, "_cuda_getDevice", lambda: -1)
 _deterministic = torch._C._get_deterministic_algorithms
+_any_autocast = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 
 
 class KeptCall:
@@ -145,20 +146,24 @@ def _key(
     options: tuple[Any, ...],
 ) -> Key | None:
     if not (
-        is_plain(q)
-        and is_plain(k)
-        and is_plain(v)
+        # subclasses and anything else take the long way
+        type(q) is torch.Tensor
+        and type(k) is torch.Tensor
+        and type(v) is torch.Tensor
         and _is_here(q, options)
         and unwatched()
-        and not _casts(q, k, v)
+        and not (_any_autocast() and _casts(q, k, v))
     ):
         return None
+    dtype = q.dtype
+    if dtype is not torch.bfloat16:  # which no view of complex numbers has
+        if q.is_neg() or k.is_neg() or v.is_neg():
+            return None
+        if dtype in FP8_DTYPES and torch.is_grad_enabled():  # whose gradient is refused
+            return None
     places: Hashable = None
     if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT:
         places = (is_aligned(q), is_aligned(k), is_aligned(v))
-    dtype = q.dtype
-    if dtype in FP8_DTYPES and torch.is_grad_enabled():  # asked for a gradient, it has to refuse
-        return None
     other_keys: Hashable = None
     if others is not None:
         if not all(x is None or is_plain(x) for x in others):
@@ -188,7 +193,7 @@ def _key(
         # True equals 1 and 1.0, and not every argument may be each of them
         tuple(map(type, options)),
         _deterministic(),
-        dtype == torch.float32 and tf32_allowed(),
+        dtype is torch.float32 and tf32_allowed(),
     )
 
 

@@ -195,20 +195,24 @@ def test_numbers_must_be_the_last_arguments() -> None:
         Launch(Kernel(), 1, {"x": 1, "scale": 1.0, "BLOCK": 16})
 
 
-def test_a_descriptor_is_filled_once_an_address(monkeypatch) -> None:
+def test_a_descriptor_is_filled_once_for_addresses_that_come_together(monkeypatch) -> None:
     filled = []
     tile = Tiles((4, 8), (8, 1), (2, 8), "layout")
     descriptors = launch._Descriptors({1: tile}, [{}])
-    monkeypatch.setattr(descriptors, "_fill", lambda place, address: filled.append(address) or [
-        f"map {address}", *tile.shape, *tile.strides
-    ])  # fmt: skip
+
+    def fill(place, address):
+        filled.append((place, address))
+        return [f"map {address}", *tile.shape, *tile.strides]
+
+    monkeypatch.setattr(descriptors, "_fill", fill)
     for address in (64, 128, 64, 64):
         found = descriptors.arguments((OnGpu(32), OnGpu(address), None))
-        assert found == [32, f"map {address}", 4, 8, 8, 1, None]
-    assert filled == [64, 128]
+        assert found == (32, f"map {address}", 4, 8, 8, 1, None)
+    assert filled == [(1, 64), (1, 128)]
+    assert descriptors.arguments((OnGpu(48), OnGpu(64), None))[0] == 48
     for address in range(launch._Descriptors.KEPT + 5):
         descriptors.arguments((OnGpu(32), OnGpu(16 * address), None))
-    assert len(descriptors._known[1]) <= launch._Descriptors.KEPT
+    assert len(descriptors._known) <= launch._Descriptors.KEPT
 
 
 def test_whoever_waits_for_a_compiler_is_told_why_once(monkeypatch, capsys) -> None:

@@ -29,7 +29,6 @@ every launch goes through the JIT.
 from __future__ import annotations
 
 import functools
-import itertools
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -44,7 +43,9 @@ from flashdig.kernels.plans import is_aligned
 
 _kernels: dict[Hashable, Any] = {}
 # what code of torch.compile allocates with: a third of the time of torch.empty
-_fast_empty: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+_fast_empty: Any = getattr(
+    getattr(getattr(torch._C, "_dynamo", None), "guards", None), "_empty_strided_cuda", None
+)
 _current_stream = cast(
     "Callable[[int], int]", getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
 )
@@ -142,6 +143,7 @@ class Launch:
         if run is None or _hooked():
             self._slowly(tensors)
             return
+        addresses: Sequence[Any]
         if self._descriptors is None:
             addresses = [None if x is None else x.data_ptr() for x in tensors]
         else:
@@ -226,9 +228,9 @@ class Launch:
 
 
 class _Descriptors:
-    """The arguments of a launch some of whose tensors are TMA descriptors.
+    """The leading arguments of a launch some of whose tensors are TMA descriptors.
 
-    A descriptor holds an address, so one is kept for each address that came: in a loop the
+    A descriptor holds an address. They are kept for the addresses that came together: in a loop the
     allocator gives the same ones again.
 
     Args:
@@ -236,37 +238,38 @@ class _Descriptors:
             fills them itself.
     """
 
-    KEPT = 64
+    KEPT = 256
 
     def __init__(self, tiles: Mapping[int, Tiles], meta: Sequence[Any] | None) -> None:
         self._tiles = dict(sorted(tiles.items()))
         self._meta = None if meta is None else dict(zip(self._tiles, meta, strict=True))
-        # by place: descriptors by address; None: no descriptor
-        self._known: list[dict[int, list[Any]] | None] = [
-            {} if place in self._tiles else None for place in range(max(self._tiles) + 1)
-        ]
+        self._known: dict[tuple[int | None, ...], tuple[Any, ...]] = {}
 
-    def arguments(self, tensors: tuple[torch.Tensor | None, ...]) -> list[Any]:
-        """The leading arguments as the launcher takes them: addresses, and for a descriptor itself,
-        its sizes and its strides."""
+    def arguments(self, tensors: tuple[torch.Tensor | None, ...]) -> tuple[Any, ...]:
+        """The arguments as the launcher takes them: addresses, and for a descriptor itself, its
+        sizes and its strides."""
+        if self._meta is None:
+            return tuple(
+                self._tiles[place].descriptor(x) if place in self._tiles and x is not None else x
+                for place, x in enumerate(tensors)
+            )
+        addresses = tuple([None if x is None else x.data_ptr() for x in tensors])
+        made = self._known.get(addresses)
+        if made is None:
+            made = self._filled(addresses)
+            if len(self._known) >= self.KEPT:
+                self._known.clear()
+            self._known[addresses] = made
+        return made
+
+    def _filled(self, addresses: tuple[int | None, ...]) -> tuple[Any, ...]:
         arguments: list[Any] = []
-        for place, (x, known) in enumerate(itertools.zip_longest(tensors, self._known)):
-            if x is None:
-                arguments.append(None)
-            elif known is None:
-                arguments.append(x.data_ptr())
-            elif self._meta is None:
-                arguments.append(self._tiles[place].descriptor(x))
+        for place, address in enumerate(addresses):
+            if address is None or place not in self._tiles:
+                arguments.append(address)
             else:
-                address = x.data_ptr()
-                made = known.get(address)
-                if made is None:
-                    made = self._fill(place, address)
-                    if len(known) >= self.KEPT:
-                        known.clear()
-                    known[address] = made
-                arguments += made
-        return arguments
+                arguments += self._fill(place, address)
+        return tuple(arguments)
 
     def _fill(self, place: int, address: int) -> list[Any]:
         from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
