@@ -149,6 +149,185 @@ def _attend(
     return out, row_max, row_sum
 
 
+@triton.jit
+def attend_rows(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    batch_idx_ptr,
+    slopes_ptr,
+    q_descale_ptr,
+    k_descale_ptr,
+    v_descale_ptr,
+    stride_qb,
+    stride_qm,
+    stride_qh,
+    stride_kb,
+    stride_kn,
+    stride_kh,
+    stride_vb,
+    stride_vn,
+    stride_vh,
+    stride_table,
+    stride_slopes_b,
+    num_heads_kv,
+    cache_rows,
+    sequence,
+    head_kv,
+    start_row,
+    first_q,
+    length_q,
+    begin,
+    end,
+    key_begin,
+    key_end,
+    offset,
+    left,
+    right,
+    score_factor,
+    softcap_units,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    TAIL_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    GROUP: tl.constexpr,
+    UNIT: tl.constexpr,
+    PACKED: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    FP8: tl.constexpr,
+    Q_FP8: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr,
+    NATURAL: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+    ONE_PHASE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    """A tile of rows over the keys from begin to end: (out, lse) in float32, rows of the tile.
+
+    `begin` is a multiple of BLOCK_N; keys outside key_begin to key_end are not touched.
+    """
+    rows = start_row + tl.arange(0, BLOCK_M)
+    token = rows // GROUP
+    row_inside = token < length_q
+    head = head_kv * GROUP + rows % GROUP
+    UNITS: tl.constexpr = 1.0 if NATURAL else LOG2_E
+    batch_row = sequence.to(tl.int64)
+    q_row = batch_row
+    if PACKED:
+        q_row = batch_row * 0
+    q_rows = (first_q + token).to(tl.int64) * stride_qm + head.to(tl.int64) * stride_qh
+    q_rows = (q_rows + q_row * stride_qb) * UNIT
+    offs_d = tl.arange(0, BLOCK_D)
+    inside = row_inside[:, None] & (offs_d < HEAD_DIM)[None, :]
+    q = tl.load(q_ptr + q_rows[:, None] + offs_d[None, :], mask=inside, other=0)
+    q = from_fp8(q, Q_FP8, tl.float16 if Q_FP8 != "none" else q.dtype)
+    if INPUT_PRECISION == "tf32":
+        q = round_to_tf32(q)
+    q_tail = q
+    if TAIL_D > 0:
+        offs_t = BLOCK_D + tl.arange(0, TAIL_D)
+        inside = row_inside[:, None] & (offs_t < HEAD_DIM)[None, :]
+        q_tail = tl.load(q_ptr + q_rows[:, None] + offs_t[None, :], mask=inside, other=0)
+        q_tail = from_fp8(q_tail, Q_FP8, tl.float16 if Q_FP8 != "none" else q_tail.dtype)
+        if INPUT_PRECISION == "tf32":
+            q_tail = round_to_tf32(q_tail)
+    alibi_slope = 0.0
+    if ALIBI:
+        slopes = tl.load(slopes_ptr + sequence * stride_slopes_b + head, mask=row_inside, other=0.0)
+        alibi_slope = (slopes * UNITS)[:, None]
+    per_head = batch_row * num_heads_kv + head_kv
+    if q_descale_ptr is not None:
+        score_factor *= tl.load(q_descale_ptr + per_head)
+    if k_descale_ptr is not None:
+        score_factor *= tl.load(k_descale_ptr + per_head)
+
+    row_in_cache = cache_row(batch_idx_ptr, sequence, cache_rows).to(tl.int64)
+    if PAGE_SIZE > 0:
+        table_ptr += batch_row * stride_table
+        row_in_cache = row_in_cache * 0
+    k_ptr += (row_in_cache * stride_kb + head_kv.to(tl.int64) * stride_kh) * UNIT
+    v_ptr += (row_in_cache * stride_vb + head_kv.to(tl.int64) * stride_vh) * UNIT
+
+    out = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    # keys that every row sees: the others need masks
+    full_begin = end
+    full_end = end
+    if not ONE_PHASE:
+        full_begin = begin + tl.where(begin < key_begin, BLOCK_N, 0)
+        last = tl.minimum(end, key_end)
+        if LEFT:
+            last_token = tl.minimum((start_row + BLOCK_M - 1) // GROUP, length_q - 1)
+            full_begin = tl.maximum(full_begin, last_token + offset - left)
+        if RIGHT:
+            last = tl.minimum(last, start_row // GROUP + offset + right + 1)
+        full_begin = tl.minimum(begin + tl.cdiv(full_begin - begin, BLOCK_N) * BLOCK_N, end)
+        full_end = full_begin + tl.maximum(last - full_begin, 0) // BLOCK_N * BLOCK_N
+    for phase in tl.static_range(3):
+        if phase == 0 or not ONE_PHASE:
+            phase_begin = begin if phase == 0 else (full_begin if phase == 1 else full_end)
+            phase_end = full_begin if phase == 0 else (full_end if phase == 1 else end)
+            out, row_max, row_sum = _attend(
+                out,
+                row_max,
+                row_sum,
+                q,
+                q_tail,
+                k_ptr,
+                v_ptr,
+                table_ptr,
+                stride_kb.to(tl.int64) * UNIT,
+                stride_kn.to(tl.int64) * UNIT,
+                stride_vb.to(tl.int64) * UNIT,
+                stride_vn.to(tl.int64) * UNIT,
+                cache_rows,
+                alibi_slope,
+                token[:, None],
+                phase_begin,
+                phase_end,
+                key_begin,
+                key_end,
+                length_q,
+                offset,
+                left,
+                right,
+                score_factor,
+                softcap_units,
+                HEAD_DIM,
+                HEAD_DIM_V,
+                BLOCK_D,
+                TAIL_D,
+                BLOCK_DV,
+                BLOCK_N,
+                PAGE_SIZE,
+                FP8,
+                LEFT,
+                RIGHT,
+                SOFTCAP,
+                ALIBI,
+                NATURAL,
+                phase != 1,
+                INPUT_PRECISION,
+                NUM_STAGES,
+            )
+
+    divisor = tl.where(row_sum == 0.0, 1.0, row_sum)
+    factor = 1.0 / divisor
+    if v_descale_ptr is not None:
+        factor *= tl.load(v_descale_ptr + per_head)
+    out = out * factor[:, None]
+    lse = row_max + tl.log2(divisor) * LN_2 if NATURAL else (row_max + tl.log2(divisor)) * LN_2
+    return out, lse
+
+
 @triton.jit(repr=decode_name("flashdig_decode"), do_not_specialize=UNSPECIALIZED)
 def flashdig_decode(
     q_ptr,
@@ -262,114 +441,65 @@ def flashdig_decode(
             tl.store(part_lse_ptr + part_rows, tl.full([BLOCK_M], float("-inf"), tl.float32))
             return
 
-    UNITS: tl.constexpr = 1.0 if NATURAL else LOG2_E
-    batch_row = sequence.to(tl.int64)
-    q_row = batch_row
-    if PACKED:
-        q_row = batch_row * 0
-    q_rows = (first_q + token).to(tl.int64) * stride_qm + head.to(tl.int64) * stride_qh
-    q_rows = (q_rows + q_row * stride_qb) * UNIT
-    offs_d = tl.arange(0, BLOCK_D)
-    inside = row_inside[:, None] & (offs_d < HEAD_DIM)[None, :]
-    q = tl.load(q_ptr + q_rows[:, None] + offs_d[None, :], mask=inside, other=0)
-    q = from_fp8(q, Q_FP8, tl.float16 if Q_FP8 != "none" else q.dtype)
-    if INPUT_PRECISION == "tf32":
-        q = round_to_tf32(q)
-    q_tail = q
-    if TAIL_D > 0:
-        offs_t = BLOCK_D + tl.arange(0, TAIL_D)
-        inside = row_inside[:, None] & (offs_t < HEAD_DIM)[None, :]
-        q_tail = tl.load(q_ptr + q_rows[:, None] + offs_t[None, :], mask=inside, other=0)
-        q_tail = from_fp8(q_tail, Q_FP8, tl.float16 if Q_FP8 != "none" else q_tail.dtype)
-        if INPUT_PRECISION == "tf32":
-            q_tail = round_to_tf32(q_tail)
-    alibi_slope = 0.0
-    if ALIBI:
-        slopes = tl.load(slopes_ptr + sequence * stride_slopes_b + head, mask=row_inside, other=0.0)
-        alibi_slope = (slopes * UNITS)[:, None]
-    per_head = batch_row * num_heads_kv + head_kv
-    if q_descale_ptr is not None:
-        score_factor *= tl.load(q_descale_ptr + per_head)
-    if k_descale_ptr is not None:
-        score_factor *= tl.load(k_descale_ptr + per_head)
-
-    row_in_cache = cache_row(batch_idx_ptr, sequence, cache_rows).to(tl.int64)
-    if PAGE_SIZE > 0:
-        table_ptr += batch_row * stride_table
-        row_in_cache = row_in_cache * 0
-    k_ptr += (row_in_cache * stride_kb + head_kv.to(tl.int64) * stride_kh) * UNIT
-    v_ptr += (row_in_cache * stride_vb + head_kv.to(tl.int64) * stride_vh) * UNIT
-
-    out = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
-    # keys that every row sees: the others need masks
-    full_begin = end
-    full_end = end
-    if not ONE_PHASE:
-        full_begin = begin + tl.where(begin < key_begin, BLOCK_N, 0)
-        last = tl.minimum(end, key_end)
-        if LEFT:
-            last_token = tl.minimum((start_row + BLOCK_M - 1) // GROUP, length_q - 1)
-            full_begin = tl.maximum(full_begin, last_token + offset - left)
-        if RIGHT:
-            last = tl.minimum(last, start_row // GROUP + offset + right + 1)
-        full_begin = tl.minimum(begin + tl.cdiv(full_begin - begin, BLOCK_N) * BLOCK_N, end)
-        full_end = full_begin + tl.maximum(last - full_begin, 0) // BLOCK_N * BLOCK_N
-    for phase in tl.static_range(3):
-        if phase == 0 or not ONE_PHASE:
-            phase_begin = begin if phase == 0 else (full_begin if phase == 1 else full_end)
-            phase_end = full_begin if phase == 0 else (full_end if phase == 1 else end)
-            out, row_max, row_sum = _attend(
-                out,
-                row_max,
-                row_sum,
-                q,
-                q_tail,
-                k_ptr,
-                v_ptr,
-                table_ptr,
-                stride_kb.to(tl.int64) * UNIT,
-                stride_kn.to(tl.int64) * UNIT,
-                stride_vb.to(tl.int64) * UNIT,
-                stride_vn.to(tl.int64) * UNIT,
-                cache_rows,
-                alibi_slope,
-                token[:, None],
-                phase_begin,
-                phase_end,
-                key_begin,
-                key_end,
-                length_q,
-                offset,
-                left,
-                right,
-                score_factor,
-                softcap_units,
-                HEAD_DIM,
-                HEAD_DIM_V,
-                BLOCK_D,
-                TAIL_D,
-                BLOCK_DV,
-                BLOCK_N,
-                PAGE_SIZE,
-                FP8,
-                LEFT,
-                RIGHT,
-                SOFTCAP,
-                ALIBI,
-                NATURAL,
-                phase != 1,
-                INPUT_PRECISION,
-                NUM_STAGES,
-            )
-
-    divisor = tl.where(row_sum == 0.0, 1.0, row_sum)
-    factor = 1.0 / divisor
-    if v_descale_ptr is not None:
-        factor *= tl.load(v_descale_ptr + per_head)
-    out = out * factor[:, None]
-    lse = row_max + tl.log2(divisor) * LN_2 if NATURAL else (row_max + tl.log2(divisor)) * LN_2
+    out, lse = attend_rows(
+        q_ptr,
+        k_ptr,
+        v_ptr,
+        table_ptr,
+        batch_idx_ptr,
+        slopes_ptr,
+        q_descale_ptr,
+        k_descale_ptr,
+        v_descale_ptr,
+        stride_qb,
+        stride_qm,
+        stride_qh,
+        stride_kb,
+        stride_kn,
+        stride_kh,
+        stride_vb,
+        stride_vn,
+        stride_vh,
+        stride_table,
+        stride_slopes_b,
+        num_heads_kv,
+        cache_rows,
+        sequence,
+        head_kv,
+        start_row,
+        first_q,
+        length_q,
+        begin,
+        end,
+        key_begin,
+        key_end,
+        offset,
+        left,
+        right,
+        score_factor,
+        softcap_units,
+        HEAD_DIM,
+        HEAD_DIM_V,
+        BLOCK_D,
+        TAIL_D,
+        BLOCK_DV,
+        GROUP,
+        UNIT,
+        PACKED,
+        PAGE_SIZE,
+        FP8,
+        Q_FP8,
+        LEFT,
+        RIGHT,
+        SOFTCAP,
+        ALIBI,
+        NATURAL,
+        INPUT_PRECISION,
+        ONE_PHASE,
+        BLOCK_M,
+        BLOCK_N,
+        NUM_STAGES,
+    )
     offs_dv = tl.arange(0, BLOCK_DV)
     if SPLIT:
         tl.store(part_lse_ptr + part_rows, lse)

@@ -24,6 +24,7 @@ UNSPECIALIZED = [
     "first_slot",
     "slots",
     "splits",
+    "programs",
     "left",
     "right",
     "score_factor",

@@ -21,6 +21,8 @@ SHARED_BYTES = {
 # keys of a split that no batch mate changes: a result's bits depend on it
 INVARIANT_SPLIT = 512
 MAX_SPLITS = 256
+# every program sums the lengths of all sequences
+MAX_BALANCED_BATCH = 1024
 # bytes that the parts of one launch may take
 PART_BYTES = 512 * 2**20
 

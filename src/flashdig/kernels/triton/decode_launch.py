@@ -6,13 +6,19 @@ import functools
 from typing import Any
 
 import torch
+import triton
 
 from flashdig.kernels.triton.arguments import architecture_of, check_grid, row_contiguous
 from flashdig.kernels.triton.combine import flashdig_combine
 from flashdig.kernels.triton.decode import flashdig_decode
 from flashdig.kernels.triton.decode_arguments import CacheCall
+from flashdig.kernels.triton.decode_balanced import (
+    flashdig_combine_balanced,
+    flashdig_decode_balanced,
+)
 from flashdig.kernels.triton.decode_choose import (
     INVARIANT_SPLIT,
+    MAX_BALANCED_BATCH,
     MAX_SPLITS,
     PART_BYTES,
     DecodeTile,
@@ -50,6 +56,7 @@ def cache_attention(
     batch_invariant: bool,
     out_dtype: torch.dtype | None = None,
     tile: DecodeTile | None = None,
+    balanced: bool | None = None,
     arch: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of queries over a cache that already holds every key; arguments were checked.
@@ -64,6 +71,7 @@ def cache_attention(
         cu_seqlens_k: (batch + 1,) whose differences bound the lengths as well.
         num_splits: parts of the keys; 0 chooses.
         batch_invariant: parts and tiles of fixed sizes, so that no bit of a row depends on others.
+        balanced: deal keys out evenly to the programs that fit the chip; None chooses.
         tile, arch: other than the ones that the device gets.
 
     Returns: out (as q with head_dim_v), and lse (batch, num_heads, seqlen_q) or (num_heads,
@@ -114,6 +122,11 @@ def cache_attention(
             call.group_size,
             batch_invariant,
         )
+    if balanced is None:
+        balanced = num_splits == 0 and not batch_invariant and _fits_one_tile(call, tile)
+    if balanced:
+        _launch_balanced(call, tile, out, lse)
+        return out, lse
     _launch(call, tile, _splits(call, tile, num_splits, batch_invariant), batch_invariant, out, lse)
     return out, lse
 
@@ -185,6 +198,48 @@ def _launch(
                 BLOCK_M=tile.block_m,
                 num_warps=4,
             )
+
+
+def _fits_one_tile(call: CacheCall, tile: DecodeTile) -> bool:
+    rows = call.seqlen_q * call.group_size
+    return not call.packed and rows <= tile.block_m and call.batch <= MAX_BALANCED_BATCH
+
+
+def _launch_balanced(
+    call: CacheCall, tile: DecodeTile, out: torch.Tensor, lse: torch.Tensor
+) -> None:
+    arguments = call.arguments(fp8_hardware=_fp8_hardware(call.q.device))
+    block_dv = arguments["BLOCK_DV"]
+    programs = _multiprocessors(call.q.device) * tile.resident
+    parts = 2 * programs * tile.block_m
+    part = torch.empty((parts, block_dv), dtype=torch.float32, device=out.device)
+    part_lse = torch.empty(parts, dtype=torch.float32, device=out.device)
+    shared = {
+        "out_ptr": out,
+        "lse_ptr": lse,
+        "part_ptr": part,
+        "part_lse_ptr": part_lse,
+        "programs": programs,
+        "BLOCK_B": triton.next_power_of_2(call.batch),
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+    }
+    flashdig_decode_balanced[(programs,)](
+        **arguments,
+        **shared,
+        SPLIT=True,
+        NUM_STAGES=tile.num_stages,
+        num_warps=tile.num_warps,
+    )
+    kept = ("seqlens_ptr", "cu_k_ptr", "cu_new_ptr", "leftpad_ptr", "sinks_ptr", "batch")
+    sizes = ("num_heads_kv", "seqlen_q", "seqlen_new", "capacity", "left", "right")
+    constants = ("HEAD_DIM_V", "BLOCK_DV", "GROUP", "TOP_LEFT", "LEFT", "RIGHT", "SINKS")
+    rows = call.batch * call.num_heads * call.seqlen_q
+    flashdig_combine_balanced[(check_grid(rows),)](
+        **{name: arguments[name] for name in (*kept, *sizes, *constants)},
+        **shared,
+        num_warps=4,
+    )
 
 
 def _without_keys(
