@@ -2,14 +2,14 @@
 
     python benchmarks/record_findings.py FOLDER
 
-Writes for each case two traces (`NAME.before.json.gz`, `NAME.after.json.gz`) and `pairs.json` with
-the times of both, measured without the profiler in rotated rounds. Every output is compared with
-float64 first. What the rules of `flashdig.findings` promise is held against these pairs.
+Writes for each case two traces (`NAME.before.json.gz`, `NAME.after.json.gz`) and `findings.json`, a
+record with the times of both, measured without the profiler in rotated rounds. Every output is
+compared with float64 first. What the rules of `flashdig.findings` promise is held against these
+pairs.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,6 +21,8 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flashdig
+from flashdig.bench.environment import collect, revision
+from flashdig.bench.results import append_run, new_run, timing_fields
 from flashdig.bench.timing import Timing, time_rotated
 from flashdig.evidence.preset_recordings import record_steps
 
@@ -36,8 +38,8 @@ class Case:
     after: Call
     exact: Call
     eager: Call
+    problem: dict[str, Any]
     clock: str = "graph"
-    steps: int = 3
     notes: dict[str, Any] = field(default_factory=dict)
 
 
@@ -60,8 +62,27 @@ def causal_mask(seqlen: int) -> torch.Tensor:
     return torch.ones(seqlen, seqlen, dtype=torch.bool, device="cuda").tril()
 
 
-def plain(q, k, v, mask=None) -> dict[str, Call]:
+def sizes(q, k, causal: bool = False) -> dict[str, Any]:
+    """What a row of a record says of the problem."""
     return {
+        "batch": q.shape[0],
+        "num_heads": q.shape[1],
+        "num_heads_kv": k.shape[1],
+        "seqlen_q": q.shape[2],
+        "seqlen_k": k.shape[2],
+        "head_dim": q.shape[3],
+        "head_dim_v": q.shape[3],
+        "dtype": str(q.dtype).removeprefix("torch."),
+        "causal": causal,
+    }
+
+
+def plain(q, k, v, mask=None) -> dict[str, Any]:
+    """What before and after are compared with, and the problem."""
+    whole = mask is not None and mask.shape == (q.shape[2], k.shape[2])
+    causal = whole and bool(mask.equal(torch.ones_like(mask).tril()))
+    return {
+        "problem": sizes(q, k, causal),
         "exact": lambda: eager(q.double(), k.double(), v.double(), mask),
         "eager": lambda: eager(q, k, v, mask),
     }
@@ -194,7 +215,9 @@ def padded_batch() -> Case:
     case = Case(
         held(SDPBackend.EFFICIENT_ATTENTION, before),
         after,
-        **{name: real_rows(call) for name, call in calls.items()},
+        exact=real_rows(calls["exact"]),
+        eager=real_rows(calls["eager"]),
+        problem=calls["problem"],
     )
     case.notes = {"lengths": lengths, "view_before": real_rows}
     return case
@@ -208,20 +231,6 @@ def decode() -> Case:
 
     efficient, flash = SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION
     return Case(held(efficient, call), held(flash, call), **plain(q, k, v))
-
-
-def small_grid() -> Case:
-    q, k, v = (normal(1, 4, 2048, 64) for _ in range(3))
-    many = [x.expand(8, -1, -1, -1).contiguous() for x in (q, k, v)]
-
-    def before():
-        return F.scaled_dot_product_attention(q, k, v)
-
-    def after():  # eight such calls in one
-        return F.scaled_dot_product_attention(*many)[:1]
-
-    flash = SDPBackend.FLASH_ATTENTION
-    return Case(held(flash, before), held(flash, after), **plain(q, k, v))
 
 
 def launch_bound() -> Case:
@@ -256,30 +265,49 @@ def launch_bound() -> Case:
         after,
         exact=lambda: deep(q.double(), k.double(), v.double()),
         eager=lambda: deep(q, k, v),
+        problem=sizes(q, k),
         clock="events",
     )
 
 
-def recompiled() -> Case:
-    function = torch.compile(lambda a, b, c: eager(a, b, c).relu(), dynamic=False)
-    dynamic = torch.compile(lambda a, b, c: eager(a, b, c).relu(), dynamic=True)
-    q, k, v = (normal(1, 4, 640, 64) for _ in range(3))
-    seen = iter(range(128, 640, 24))
+def strided_mask() -> Case:
+    """A learned bias as models make it: (seqlen, seqlen, heads), permuted and not copied."""
+    q, k, v = (normal(4, 16, 1024, 64) for _ in range(3))
+    bias = normal(1024, 1024, 16).permute(2, 0, 1)[None]
+    stored = bias.contiguous()
 
-    def of(compiled, length):
+    def attend(mask: torch.Tensor) -> Call:
+        def call():
+            with torch.no_grad():
+                return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+        return call
+
+    def added(a, b, c, d):
+        return torch.softmax(a @ b.transpose(-2, -1) * 0.125 + d, -1) @ c
+
+    wide = [x.double() for x in (q, k, v, bias)]
+    return Case(
+        attend(bias),
+        attend(stored),
+        exact=lambda: added(*wide),
+        eager=lambda: added(q, k, v, bias),
+        problem=sizes(q, k),
+    )
+
+
+def fused() -> Case:
+    q, k, v = (normal(4, 16, 2048, 64) for _ in range(3))
+    mask = causal_mask(2048)
+
+    def before():
         with torch.no_grad():
-            return compiled(*(x[:, :, :length] for x in (q, k, v)))
-
-    for length in (128, 256, 384):
-        of(dynamic, length)
-
-    def before():  # a new length in every step
-        return of(function, next(seen))
+            return eager(q, k, v, mask)
 
     def after():
-        return of(dynamic, 512)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
-    return Case(before, after, exact=lambda: None, eager=lambda: None, clock="none", steps=2)
+    return Case(before, held(SDPBackend.CUDNN_ATTENTION, after), **plain(q, k, v, mask))
 
 
 def padded_head_dim() -> Case:
@@ -320,8 +348,8 @@ def mask_in_every_call() -> Case:
 
 CASES = (
     *(contiguous, repeated_heads, float32_products, float32_attention, window_as_tensor),
-    *(padded_batch, decode, small_grid, launch_bound, padded_head_dim, mask_in_every_call),
-    recompiled,
+    *(padded_batch, decode, launch_bound, padded_head_dim, mask_in_every_call),
+    *(strided_mask, fused),
 )
 
 
@@ -329,54 +357,66 @@ def largest_error(out: torch.Tensor, exact: torch.Tensor) -> float:
     return float((out.double() - exact).abs().max())
 
 
-def gate(case: Case) -> str:
-    if case.clock == "none":
-        return "not compared: the lengths change"
+def gate(case: Case) -> tuple[str, float, float]:
+    """ "ok" or what does not hold, the larger error of the two, and what is allowed."""
     exact = case.exact()
     allowed = case.notes.get("allowed_error", 2 * largest_error(case.eager(), exact) + 1e-5)
     view = case.notes.pop("view_before", lambda run: run)
-    for name, call in (("before", view(case.before)), ("after", case.after)):
-        error = largest_error(call(), exact)
+    errors = [largest_error(call(), exact) for call in (view(case.before), case.after)]
+    for name, error in zip(("before", "after"), errors, strict=True):
         if not error <= allowed:
-            return f"{name}: error {error:.3g} above the allowed {allowed:.3g}"
-    return "ok"
+            return (
+                f"{name}: error {error:.3g} above the allowed {allowed:.3g}",
+                max(errors),
+                allowed,
+            )
+    return "ok", max(errors), allowed
 
 
-def measure(name: str, case: Case, folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {"gate": gate(case), "clock": case.clock, **case.notes}
+def measure(name: str, case: Case, folder: Path) -> list[dict[str, Any]]:
+    """Rows of both sides; their traces beside."""
+    verdict, error, allowed = gate(case)
     for side in ("before", "after"):
-        record_steps(folder / f"{name}.{side}.json.gz", getattr(case, side), case.steps)
-    if case.clock == "none" or found["gate"] != "ok":
-        return found
+        record_steps(folder / f"{name}.{side}.json.gz", getattr(case, side))
     calls = {"before": case.before, "after": case.after}
-    for side, timing in time_rotated(calls, clock=case.clock).items():  # type: ignore[arg-type]
+    timings = time_rotated(calls, clock=case.clock) if verdict == "ok" else {}  # type: ignore[arg-type]
+    rows = []
+    for side in calls:
+        row = {
+            "kind": "rung",
+            "pass": "forward",
+            **case.problem,
+            "name": f"{name}.{side}",
+            "gate": verdict,
+            "error": error,
+            "allowed_error": allowed,
+            "features": {key: value for key, value in case.notes.items() if key == "lengths"},
+        }
+        timing = timings.get(side)
         if isinstance(timing, Timing):
-            found[side] = {
-                "ms": timing.ms,
-                "ms_all": timing.ms_all,
-                "aa_spread": timing.aa_spread,
-                "sm_clock_mhz": timing.sm_clock_mhz,
-            }
-        else:
-            found[side] = {"reason": timing.reason}
-    return found
+            row |= timing_fields(timing)
+        elif timing is not None:
+            row["notes"] = timing.reason
+        rows.append(row)
+    return rows
 
 
 def main(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
-    results: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
+    run = new_run("python benchmarks/record_findings.py", collect(), revision())
+    rows: list[dict[str, Any]] = []
     for make in CASES:
         name = make.__name__
         try:
-            results[name] = measure(name, make(), folder)
-        except Exception as error:
-            results[name] = {"gate": f"not run: {type(error).__name__}: {str(error)[:300]}"}
+            own = measure(name, make(), folder)
+        except Exception as error:  # one case must not cost the others
+            print(f"{name:22s} not run: {type(error).__name__}: {str(error)[:300]}", flush=True)
+            continue
+        rows += own
+        print(f"{name:22s} {own[0]['gate']:10s} {[row.get('ms') for row in own]}", flush=True)
         torch.cuda.empty_cache()
-        one = results[name]
-        times = [one.get(side, {}).get("ms") for side in ("before", "after")]
-        print(f"{name:22s} {one['gate']:10s} {times}", flush=True)
-    (folder / "pairs.json").write_text(json.dumps(results, indent=1) + "\n")
+    append_run(folder / "findings.json", "findings", run, rows)
 
 
 if __name__ == "__main__":

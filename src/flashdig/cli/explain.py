@@ -212,7 +212,7 @@ def _of_preset(
 
         require_writable(record)
     folder = folder or Path(f"flashdig-{name}")
-    device = _device(gpu or ("here" if not read else None)) or _device_of_folder(folder)
+    device = _device(gpu) or (_device_of_folder(folder) if read else _recording_device(name))
     guesses = guesses_of(preset, device)
     _show_guesses(guesses, quiet)
     guessed_at = _kept_time(folder) if read else write_guesses(folder, guesses)
@@ -235,6 +235,20 @@ def _of_preset(
             record, preset.name, new_run(command, collect(), revision()), record_rows(preset, study)
         )
     return study, guesses
+
+
+def _recording_device(preset: str) -> Device:
+    """The chip that a preset is to be recorded on: this machine's."""
+    from flashdig.hardware.detect import this_device
+    from flashdig.hardware.devices import UnknownDeviceError
+
+    try:
+        return this_device()
+    except UnknownDeviceError as error:
+        raise UsageError(
+            f"--preset {preset} records on this machine's GPU: {error} (--read --recordings FOLDER "
+            "explains recordings that exist)"
+        ) from error
 
 
 def _device_of_folder(folder: Path) -> Device | None:
