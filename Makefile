@@ -12,6 +12,8 @@ RECORDS := benchmarks/results
 VENV := .venv
 BIN := $(VENV)/bin
 OLDEST := $(VENV)/triton-3.6.0
+# a file to a worker: what its tests share is made once; in order, the long ones first
+WORKERS := -n auto --dist loadfile --no-loadscope-reorder
 
 .PHONY: install dig test test-newest test-oldest check reports clean
 
@@ -43,10 +45,10 @@ test-newest test-oldest: export OMP_NUM_THREADS = 1
 test: test-newest test-oldest
 
 test-newest: install
-	$(BIN)/python -m pytest -q -n auto
+	$(BIN)/python -m pytest -q $(WORKERS)
 
 test-oldest: install $(OLDEST)/.installed
-	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest -q -n auto -m "not gpu and not newest" tests/interpreter tests/compile
+	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest -q $(WORKERS) -m "not gpu and not newest" tests/interpreter tests/compile
 
 check: install
 	$(BIN)/ruff check
