@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 
 from flashdig.checks import FP8_DTYPES
-from flashdig.kernels.plans import ALIGNMENT, Kept, Plan, is_aligned, plan_key
+from flashdig.kernels.plans import ALIGNMENT, Kept, Plan, plan_key
 from flashdig.ops.attention import TENSORS, planned_forward, run_planned
 from flashdig.ops.eager import is_plain, unwatched
 from flashdig.packing import Packing, values_are_checked
@@ -161,9 +161,15 @@ def _key(
             return None
         if dtype in FP8_DTYPES and torch.is_grad_enabled():  # whose gradient is refused
             return None
+    try:
+        at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
+    except RuntimeError:  # a wrapper of torch.func that outlived its transform
+        return None
+    if not (at_q and at_k and at_v):  # nothing there, or zeros without memory
+        return None
     places: Hashable = None
-    if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT:
-        places = (is_aligned(q), is_aligned(k), is_aligned(v))
+    if (at_q | at_k | at_v) % ALIGNMENT:
+        places = (at_q % ALIGNMENT == 0, at_k % ALIGNMENT == 0, at_v % ALIGNMENT == 0)
     other_keys: Hashable = None
     if others is not None:
         if not all(x is None or is_plain(x) for x in others):

@@ -384,6 +384,22 @@ def test_lazily_negated_inputs(counted) -> None:
     torch.testing.assert_close(tiled(negated, k, v), plain)
 
 
+def test_tensors_without_memory_of_their_own(counted) -> None:
+    """A wrapper that escaped from torch.func, and zeros that are stored nowhere."""
+    q, k, v = inputs()
+    tiled(q, k, v)
+    escaped = []
+    torch.func.grad(lambda x: escaped.append(x * 2) or x.sum())(q)
+    assert torch._C._functorch.is_functorch_wrapped_tensor(escaped[0])
+    torch.testing.assert_close(tiled(escaped[0], k, v), tiled(2 * q, k, v))
+    zeros = torch._efficientzerotensor(q.shape)
+    torch.testing.assert_close(tiled(zeros, k, v), tiled(torch.zeros_like(q), k, v))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = tiled(*leaves)
+    for x in torch.autograd.grad(out, leaves, torch._efficientzerotensor(out.shape)):
+        assert torch.equal(x, torch.zeros_like(x))
+
+
 def test_packed_calls_are_kept_and_their_lengths_are_not(counted, monkeypatch) -> None:
     monkeypatch.setattr(kept_calls, "values_are_checked", lambda device: False)
     torch.manual_seed(0)

@@ -109,10 +109,10 @@ def run_planned(plan: Plan, tail: tuple[Any, ...], *tensors: Any) -> Any:
     Args:
         plan: of these tensors; tail: the operator's inputs behind its tensors.
     """
-    if _takes_gradient(tensors):
-        apply: Any = _PlannedAttentionFunction.apply
-        return apply(plan, tail, *tensors)
-    return plan(*tensors)
+    if not _takes_gradient(tensors):
+        return plan(*tensors)
+    q, k, v, bias, slopes, sinks, *rest = tensors
+    return _apply_planned(plan, tail, q, k, v, bias, sinks, slopes, rest)
 
 
 def _backward_op(*inputs: Any) -> tuple[torch.Tensor, ...]:
@@ -205,26 +205,15 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.T
 def _differentiate(
     ctx: Any, grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None
 ) -> tuple[torch.Tensor | None, ...]:
-    return _gradients(ctx, 0, grad_out, grad_lse, _backward_op)
-
-
-def _gradients(
-    ctx: Any,
-    first: int,
-    grad_out: torch.Tensor | None,
-    grad_lse: torch.Tensor | None,
-    backward: Callable[..., Any],
-) -> tuple[torch.Tensor | None, ...]:
-    """What an autograd function's backward returns whose inputs from `first` are the operator's."""
-    result: list[torch.Tensor | None] = [None] * len(ctx.needs_input_grad)
+    result: list[torch.Tensor | None] = [None] * INPUTS
     if grad_out is None and grad_lse is None:
         return tuple(result)
-    wanted = [ctx.needs_input_grad[first + position] for position in DIFFERENTIABLE]
+    wanted = [ctx.needs_input_grad[position] for position in DIFFERENTIABLE]
     inputs = (grad_out, grad_lse, *ctx.saved_tensors, *ctx.settings, wanted, ctx.backend)
-    gradients = iter(backward(*inputs))
+    gradients = iter(_backward_op(*inputs))
     for position, want in zip(DIFFERENTIABLE, wanted, strict=True):
         if want:
-            result[first + position] = next(gradients)
+            result[position] = next(gradients)
     return tuple(result)
 
 
@@ -301,8 +290,18 @@ class _PlannedAttentionFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, plan: Plan, tail: tuple[Any, ...], *tensors: Any
+        ctx: Any,
+        plan: Plan,
+        tail: tuple[Any, ...],
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        bias: torch.Tensor | None,
+        sinks: torch.Tensor | None,
+        slopes: torch.Tensor | None,
+        rest: list[torch.Tensor | None],
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        tensors = (q, k, v, bias, slopes, sinks, *rest)
         output: tuple[torch.Tensor, torch.Tensor] = plan(*tensors)
         _save(ctx, (*tensors, *tail), output)
         return output
@@ -311,15 +310,25 @@ class _PlannedAttentionFunction(torch.autograd.Function):
     def backward(
         ctx: Any, grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        return _gradients(ctx, 2, grad_out, grad_lse, _backward_past_dispatcher)
+        if grad_out is None and grad_lse is None:
+            return (None,) * 9
+        wanted = ctx.needs_input_grad[2:7]
+        inputs = (grad_out, grad_lse, *ctx.saved_tensors, *ctx.settings, wanted, ctx.backend)
+        found = iter(_backward_past_dispatcher(inputs))
+        return (None, None, *(next(found) if want else None for want in wanted), None, None)
 
 
-def _backward_past_dispatcher(*inputs: Any) -> Any:
+# without looking for wrappers of torch.func in the arguments: kept calls have none
+_apply_planned: Any = super(torch.autograd.Function, _PlannedAttentionFunction).apply
+
+
+def _backward_past_dispatcher(inputs: tuple[Any, ...]) -> Any:
+    tensors = inputs[: TENSORS + 4]
     if (
         torch.is_grad_enabled()
         or torch.compiler.is_compiling()
         or not eager.unwatched()
-        or not all(x is None or eager.is_plain(x) for x in inputs[: TENSORS + 4])
+        or not all(x is None or eager.is_plain(x) for x in tensors)
     ):
         return _backward_op(*inputs)
     return _backward(*inputs)

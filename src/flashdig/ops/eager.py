@@ -27,6 +27,12 @@ def unwatched() -> bool:
 
 
 def is_plain(x: torch.Tensor) -> bool:
-    """An ordinary tensor, whose memory holds what it says: no subclass, no lazy negation."""
+    """An ordinary tensor, whose memory holds what it says: no subclass, no lazy negation, no tensor
+    of zeros without memory, no wrapper of torch.func that outlived its transform."""
     kind = type(x)
-    return (kind is torch.Tensor or kind is torch.nn.Parameter) and not x.is_neg()
+    if (kind is not torch.Tensor and kind is not torch.nn.Parameter) or x.is_neg():
+        return False
+    try:
+        return x.data_ptr() != 0 or x.numel() == 0
+    except RuntimeError:  # no memory
+        return False
