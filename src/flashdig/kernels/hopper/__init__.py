@@ -1,4 +1,4 @@
 """Attention for Hopper (sm_90a) in Gluon: TMA, warpgroup MMA, specialised warps.
 
-Not served yet: `dispatch` does not know it.
+`flashdig.dispatch` says what the backend "hopper" serves.
 """
