@@ -1,5 +1,5 @@
 """What the first call of a process takes: kernels to compile, kernels on disk, and eight processes
-that all find the cache empty.
+that find one cache empty.
 
 Each process imports and wakes the GPU first, then waits for the word, so that only the first
 attention and its gradients are timed, and eight of them begin together.
@@ -24,7 +24,7 @@ from flashdig.bench.host import CELL
 from flashdig.bench.results import Row
 
 PROCESSES = 8
-REPEATED = 2  # each measurement, for its A/A
+REPEATED = 2  # processes with a cache of their own, which say how far apart two are
 TIMEOUT = 300.0  # seconds, of one process
 
 _WORKER = """
@@ -68,15 +68,16 @@ def measure_first_calls(
     """
     seconds: dict[str, dict[str, list[float]]] = {}
     sums: list[list[float]] = []
-    for _ in range(REPEATED):
-        with tempfile.TemporaryDirectory() as folder:
-            for name in ("empty cache", "warm cache"):
-                progress(f"first call, {name}")
-                _add(seconds, sums, name, _first_calls(cell, 1, folder))
-    with tempfile.TemporaryDirectory() as folder:
-        name = f"{PROCESSES} processes at once, empty cache"
-        progress(f"first call, {name}")
-        _add(seconds, sums, name, _first_calls(cell, PROCESSES, folder))
+    with tempfile.TemporaryDirectory() as root:
+        own = [str(Path(root) / str(number)) for number in range(REPEATED)]
+        together = [str(Path(root) / "together")] * PROCESSES
+        for name, folders in (
+            ("empty cache", own),
+            ("warm cache", own),
+            (f"{PROCESSES} processes at once, empty cache", together),
+        ):
+            progress(f"first call, {name}")
+            _add(seconds, sums, name, _first_calls(cell, folders))
     if any(one != sums[0] for one in sums):
         raise FirstCallError(f"processes disagree about the sums of their results: {sums}")
     return [
@@ -99,15 +100,17 @@ def _add(
             all_of_it.append(answer[direction])
 
 
-def _first_calls(cell: Cell, count: int, folder: str) -> list[dict[str, Any]]:
-    """What `count` processes that begin together answer."""
+def _first_calls(cell: Cell, folders: Sequence[str]) -> list[dict[str, Any]]:
+    """What processes answer that begin together, one for each cache folder."""
     sizes = [cell.batch, cell.seqlen_q, cell.num_heads, cell.head_dim, cell.dtype, cell.causal]
     source = str(Path(flashdig.__file__).parents[1])
     path = os.pathsep.join(filter(None, (source, os.environ.get("PYTHONPATH"))))
-    environment = {**os.environ, "PYTHONPATH": path, "TRITON_CACHE_DIR": folder}
     command = [sys.executable, "-c", _WORKER, json.dumps(sizes)]
     with contextlib.ExitStack() as stack:
-        workers = [stack.enter_context(_started(command, environment)) for _ in range(count)]
+        workers = []
+        for folder in folders:
+            environment = {**os.environ, "PYTHONPATH": path, "TRITON_CACHE_DIR": folder}
+            workers.append(stack.enter_context(_started(command, environment)))
         for worker in workers:
             assert worker.stdout is not None
             if worker.stdout.readline().strip() != "ready":

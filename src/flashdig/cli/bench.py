@@ -61,8 +61,8 @@ def command(
         bool,
         typer.Option(
             "--first-calls",
-            help="host only: also the first call of a process, with an empty and a warm cache and "
-            "in 8 processes at once.",
+            help="host only: instead, the first call of a process, with an empty and a warm cache "
+            "and in 8 processes at once.",
         ),
     ] = False,
     output: Annotated[

@@ -26,7 +26,7 @@ def bench_host(
     from flashdig.bench.environment import collect, revision
     from flashdig.bench.first_calls import FirstCallError, measure_first_calls
     from flashdig.bench.host import PEERS, check_peers, measure_host
-    from flashdig.bench.results import new_run
+    from flashdig.bench.results import Row, new_run
     from flashdig.bench.timing import DEFAULT_ROUNDS
     from flashdig.cli.record_output import keep, progress_bar, require_writable
     from flashdig.report.host_table import print_host
@@ -49,23 +49,25 @@ def bench_host(
         progress_bar("measuring", 1, quiet=as_json) as (say, _),
     ):
         warnings.simplefilter("ignore")  # why torch refuses a kernel stands in the rows
-        result = measure_host(
-            run.run_id, peers=names, rounds=rounds or DEFAULT_ROUNDS, progress=say
-        )
-        rows, failures = list(result.rows), list(result.failures)
+        rows: list[Row] = []
+        failures: list[str] = []
         if first_calls:
             try:
-                rows += measure_first_calls(run.run_id, progress=say)
+                rows = measure_first_calls(run.run_id, progress=say)
             except FirstCallError as error:
                 failures.append(str(error))
-    if output is not None:
+        else:
+            chosen_rounds = rounds or DEFAULT_ROUNDS
+            result = measure_host(run.run_id, peers=names, rounds=chosen_rounds, progress=say)
+            rows, failures = result.rows, result.failures
+    if output is not None and rows:
         keep(output, "host", run, rows)
     if as_json:
         print(json.dumps({"run": dataclasses.asdict(run), "rows": rows}, indent=1))
     else:
         console = Console()
         print_host(rows, console)
-        if output is not None:
+        if output is not None and rows:
             console.print(f"Recorded in {output}.", highlight=False)
     if failures:
         raise CommandError("; ".join(failures))
