@@ -146,8 +146,9 @@ def guess(
 
     Raises ValueError for an unknown `asked`.
     """
-    operators_of = None
+    operators_of, words = None, None
     if asked == "sdpa":
+        words = "scaled_dot_product_attention, torch's choice"
         asked = asked_of_sdpa(problem, device, masked=problem.bias != "none")
         operators_of = "sdpa_flash"  # whichever is chosen: the most of them
     if asked not in ASKED:
@@ -157,7 +158,7 @@ def guess(
     launches = kernels
     operators = _OPERATORS[operators_of or what.operators] * (2 if direction == "backward" else 1)
     found = Guess(
-        asked=what.words,
+        asked=words or what.words,
         problem=problem,
         device=None if device is None else device.key,
         direction=direction,

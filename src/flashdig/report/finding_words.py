@@ -73,9 +73,7 @@ def guess_cells(guess: Guess) -> dict[str, str]:
     return {
         "asked": guess.asked,
         "kernels": str(guess.kernels),
-        "launches": str(guess.launches),
         "operations": with_unit(guess.flops, "FLOP"),
-        "bytes at least": _bytes(guess.compulsory_bytes),
         "bytes at memory": _bytes(guess.memory_bytes),
         "floor": "–" if guess.floor_s is None else duration(guess.floor_s * 1e9),
         "expected": "–" if guess.expected_s is None else duration(guess.expected_s * 1e9),
