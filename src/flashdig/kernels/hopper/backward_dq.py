@@ -12,38 +12,41 @@ from flashdig.kernels.gluon_api import (
     fence_async_shared,
     gl,
     gluon,
-    load_tile,
     mbarrier,
-    store_tile,
     wait_for_tile_stores,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from flashdig.kernels.hopper.backward_places import live_rows_of_program
 from flashdig.kernels.hopper.backward_scores import hidden, places, scores_of
 from flashdig.kernels.hopper.problem import Problem, key_tiles
-from flashdig.kernels.hopper.ring import as_block_of, new_ring, put, release, take
+from flashdig.kernels.hopper.ring import new_ring, release, take, wait_until_empty
+from flashdig.kernels.hopper.rows import Rows, load_rows, rows_in_sections, store_rows
 
 ROWS = gl.constexpr(64)  # of a warpgroup
 
 
 @gluon.jit
+def _put(ring, step, desc, key_rows, row):
+    full = wait_until_empty(ring, step)
+    mbarrier.expect(full, desc.block_type.nbytes)
+    load_rows(desc, key_rows, row, 0, full, ring.tiles.index(step % ring.STAGES))
+
+
+@gluon.jit
 def _produce(
-    q_desc, dout_desc, k_desc, v_desc, q_smem, dout_smem, rows_full, key_ring, value_ring, at,
-    start_m, first, end,
+    q_desc, dout_desc, k_desc, v_desc, q_smem, dout_smem, rows_full, key_ring, value_ring,
+    query_rows, key_rows, start_m, first, end,
 ):  # fmt: skip
-    batch, head, head_kv = at
-    BLOCK_N: gl.constexpr = k_desc.block_type.shape[2]
+    BLOCK_N: gl.constexpr = key_ring.tiles.shape[1]
     for c in gl.static_range(2):
         full = rows_full.index(c)
         mbarrier.expect(full, q_desc.block_type.nbytes + dout_desc.block_type.nbytes)
-        row = start_m + c * ROWS
-        load_tile(q_desc, [batch, head, row, 0], full, as_block_of(q_smem.index(c), q_desc))
-        load_tile(
-            dout_desc, [batch, head, row, 0], full, as_block_of(dout_smem.index(c), dout_desc)
-        )
+        load_rows(q_desc, query_rows, start_m + c * ROWS, 0, full, q_smem.index(c))
+        load_rows(dout_desc, query_rows, start_m + c * ROWS, 0, full, dout_smem.index(c))
     for step in range(end - first):
-        put(key_ring, step, k_desc, batch, head_kv, (first + step) * BLOCK_N)
-        put(value_ring, step, v_desc, batch, head_kv, (first + step) * BLOCK_N)
+        _put(key_ring, step, k_desc, key_rows, (first + step) * BLOCK_N)
+        _put(value_ring, step, v_desc, key_rows, (first + step) * BLOCK_N)
 
 
 @gluon.jit
@@ -83,17 +86,16 @@ def _walk(
 
 @gluon.jit
 def _consume(
-    dq_desc, lse_ptr, delta_ptr, q_smem, dout_smem, rows_full, key_ring, value_ring, problem, at,
-    start_m, tiles, softmax_scale, CONSUMER: gl.constexpr,
+    dq_desc, lse_ptr, delta_ptr, q_smem, dout_smem, rows_full, key_ring, value_ring, problem,
+    query_rows, start_m, tiles, softmax_scale, CONSUMER: gl.constexpr,
 ):  # fmt: skip
-    batch, head, _ = at
     first, full_first, full_end, end = tiles
     BLOCK_N: gl.constexpr = key_ring.tiles.shape[1]
     HEAD_DIM: gl.constexpr = key_ring.tiles.shape[2]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     start_m += CONSUMER * ROWS
-    rows = start_m + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
+    rows = CONSUMER * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
     lse = gl.load(lse_ptr + rows)
     delta = gl.load(delta_ptr + rows)
     dq = gl.zeros([ROWS, HEAD_DIM], gl.float32, d_layout)
@@ -124,7 +126,7 @@ def _consume(
     # through Q's buffer, which nothing reads any more; rows past seqlen_q are not written
     q.store((dq * softmax_scale).to(q.dtype))
     fence_async_shared()
-    store_tile(dq_desc, [batch, head, start_m, 0], as_block_of(q, dq_desc))
+    store_rows(dq_desc, query_rows, start_m, 0, q)
     wait_for_tile_stores(0)
 
 
@@ -132,7 +134,8 @@ def kernel_name(specialization):
     c = specialization.constants
     dtype = "bf16" if "bf16" in specialization.signature["q_desc"] else "fp16"
     mask = "window" if c["LEFT"] else "causal" if c["RIGHT"] else "full"
-    return f"flashdig_hopper_backward_dq_{dtype}_d{c['HEAD_DIM']}_m128n{c['BLOCK_N']}_{mask}"
+    made = f"flashdig_hopper_backward_dq_{dtype}_d{c['HEAD_DIM']}_m128n{c['BLOCK_N']}_{mask}"
+    return made + ("_varlen" if c["PACKED"] else "")
 
 
 @gluon.jit(
@@ -164,6 +167,10 @@ def flashdig_hopper_backward_dq(
     lse_ptr,
     delta_ptr,
     slopes_ptr,
+    cu_seqlens_q_ptr,
+    cu_seqlens_k_ptr,
+    seqused_q_ptr,
+    seqused_k_ptr,
     batch_size,
     num_heads,
     group_size,
@@ -182,6 +189,8 @@ def flashdig_hopper_backward_dq(
     HEAD_DIM: gl.constexpr,
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
+    PACKED: gl.constexpr,
+    TOP_LEFT: gl.constexpr,
     LEFT: gl.constexpr,
     RIGHT: gl.constexpr,
     SOFTCAP: gl.constexpr,
@@ -198,18 +207,27 @@ def flashdig_hopper_backward_dq(
     value_ring = new_ring(dtype, BLOCK_N, HEAD_DIM, STAGES, 2)
     fence_async_shared()
 
-    # `heads_together` heads share the L2 cache; within them the longest rows come first
-    tiles_m = gl.cdiv(seqlen_q, BLOCK_M)
-    program = gl.program_id(0)
-    section = program // (tiles_m * heads_together)
-    inside = program % (tiles_m * heads_together)
-    section_heads = gl.minimum(heads_together, batch_size * num_heads - section * heads_together)
-    batch_head = section * heads_together + inside % section_heads
-    batch = batch_head // num_heads
-    head = batch_head % num_heads
-    start_m = (tiles_m - 1 - inside // section_heads) * BLOCK_M
-    lse_ptr += batch_head.to(gl.int64) * padded_q
-    delta_ptr += batch_head.to(gl.int64) * padded_q
+    if PACKED:
+        batch, head, start_m, padded, first_q, seqlen_q, first_k, seqlen_k, offset = (
+            live_rows_of_program(
+                cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_q_ptr, seqused_k_ptr, batch_size,
+                num_heads, seqlen_q, seqlen_k, left, right, BLOCK_M, TOP_LEFT, LEFT, RIGHT,
+            )
+        )  # fmt: skip
+        if start_m >= seqlen_q:
+            return
+        statistics = head.to(gl.int64) * padded_q + padded
+    else:
+        batch, head, start_m = rows_in_sections(
+            batch_size, num_heads, seqlen_q, heads_together, BLOCK_M
+        )
+        first_q = start_m * 0
+        first_k = start_m * 0
+        statistics = (batch * num_heads + head).to(gl.int64) * padded_q + start_m
+    lse_ptr += statistics
+    delta_ptr += statistics
+    query_rows = Rows(batch, head, first_q, seqlen_q, PACKED, 1)
+    key_rows = Rows(batch, head // group_size, first_k, seqlen_k, PACKED, 1)
     ALIBI: gl.constexpr = slopes_ptr is not None
     slope = score_factor * 0.0
     if ALIBI:
@@ -219,18 +237,17 @@ def flashdig_hopper_backward_dq(
         LEFT, RIGHT, SOFTCAP, ALIBI,
     )  # fmt: skip
     first, full_first, full_end, end = key_tiles(problem, start_m, BLOCK_M, BLOCK_N)
-    at = (batch, head, head // group_size)
 
     # the tuples stand inside the calls: bound to a name, their constants would become tensors
     # fmt: off
     gl.warp_specialize([
         (_consume, (dq_desc, lse_ptr, delta_ptr, q_smem, dout_smem, rows_full, key_ring,
-                    value_ring, problem, at, start_m, (first, full_first, full_end, end),
-                    softmax_scale, 0)),
+                    value_ring, problem, query_rows, start_m,
+                    (first, full_first, full_end, end), softmax_scale, 0)),
         (_consume, (dq_desc, lse_ptr, delta_ptr, q_smem, dout_smem, rows_full, key_ring,
-                    value_ring, problem, at, start_m, (first, full_first, full_end, end),
-                    softmax_scale, 1)),
+                    value_ring, problem, query_rows, start_m,
+                    (first, full_first, full_end, end), softmax_scale, 1)),
         (_produce, (q_desc, dout_desc, k_desc, v_desc, q_smem, dout_smem, rows_full, key_ring,
-                    value_ring, at, start_m, first, end)),
+                    value_ring, query_rows, key_rows, start_m, first, end)),
     ], [4, 1], [240, 24])
     # fmt: on

@@ -1,7 +1,8 @@
-"""From tensors to the launches of the Hopper backward: live rows and keys, descriptors, buffers."""
+"""From tensors to the launches of the Hopper backward: descriptors, padded buffers, grids."""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,17 +17,18 @@ from flashdig.kernels.hopper.backward_pre_post import (
     flashdig_hopper_backward_postprocess,
     flashdig_hopper_backward_preprocess,
 )
+from flashdig.kernels.hopper.descriptors import tiles_of
+from flashdig.kernels.triton.arguments import LOG2_E, check_grid
 
-LOG2_E = 1.4426950408889634
 BLOCK_N = 128
 # row statistics are padded to whole tiles of every kernel
 PADDED_ROWS = 128
 # 16-bit elements in 16 bytes: strides are multiples of it
 UNIT = 8
 # head_dim -> (rows of a tile, buffers of Q and of dO, how early the next S^T is started)
-TILES = {64: (128, 2, 1, 1), 128: (64, 2, 1, 1)}
+TILES = {64: (128, 3, 1, 1), 128: (64, 3, 1, 1)}
 # the same where dQ is made apart
-DKDV_TILES = {64: (128, 2, 0, 1), 128: (64, 2, 1, 1)}
+DKDV_TILES = {64: (128, 3, 0, 1), 128: (64, 3, 1, 1)}
 # head_dim -> (keys of a tile, buffers of K and of V) of dQ's own kernel
 DQ_TILES = {64: (128, 2), 128: (128, 2)}
 # bytes of what one section's heads read and write that may share the L2 cache
@@ -36,15 +38,20 @@ PREPROCESS_ROWS = 32
 
 @dataclass(frozen=True)
 class Call:
-    """One call, dense, in which every row sees a key and every key is seen by a row.
+    """One call. Dense, every row sees a key and every key is seen by a row; packed, the kernels
+    cut off what does not.
 
     Attributes:
-        grad_out, q, k, v, out: (batch, seqlen, heads, head_dim), float16 or bfloat16, one head_dim
-            of `TILES`, strides and addresses that TMA can take; no size is zero.
-        lse: (batch, num_heads, seqlen_q), float32, contiguous; grad_lse: the same shape or None.
+        grad_out, q, k, v, out: dense (batch, seqlen, heads, head_dim) or packed (total, heads,
+            head_dim), float16 or bfloat16, one head_dim of `TILES`, strides and addresses that TMA
+            can take; no size is zero.
+        lse: (batch, num_heads, seqlen_q) or (num_heads, total_q), float32, contiguous; grad_lse:
+            the same shape, or None.
+        cu_seqlens_q to seqused_k: of packed input; the last two may be None.
         softmax_scale: above zero.
         window_left, window_right: keys seen on each side of the diagonal; -1 is unlimited.
-        offset: key position that lies on the diagonal of query row 0.
+        offset: key position that lies on the diagonal of query row 0; of dense input.
+        top_left: of packed input: that position is 0 in every sequence.
     """
 
     grad_out: torch.Tensor
@@ -59,33 +66,76 @@ class Call:
     softcap: float
     window_left: int
     window_right: int
-    offset: int
+    offset: int = 0
+    top_left: bool = False
+    cu_seqlens_q: torch.Tensor | None = None
+    cu_seqlens_k: torch.Tensor | None = None
+    seqused_q: torch.Tensor | None = None
+    seqused_k: torch.Tensor | None = None
 
     @property
-    def padded_q(self) -> int:
-        return triton.cdiv(self.q.shape[1], PADDED_ROWS) * PADDED_ROWS
+    def packed(self) -> bool:
+        return self.cu_seqlens_q is not None
+
+    @property
+    def batch(self) -> int:
+        if self.cu_seqlens_q is not None:
+            return self.cu_seqlens_q.shape[0] - 1
+        return self.q.shape[0]
+
+    @property
+    def seqlen_q(self) -> int:
+        return self.q.shape[-3]
+
+    @property
+    def seqlen_k(self) -> int:
+        return self.k.shape[-3]
+
+    @property
+    def head_dim(self) -> int:
+        return self.q.shape[-1]
 
     @property
     def group_size(self) -> int:
-        return self.q.shape[2] // self.k.shape[2]
+        return self.q.shape[-2] // self.k.shape[-2]
+
+    def slots(self, seqlen: int, block: int) -> int:
+        """Tiles of a head: of one sequence, or of a packed tensor, wherever sequences begin."""
+        return seqlen // block + self.batch if self.packed else triton.cdiv(seqlen, block)
+
+    def programs(self, seqlen: int, block: int, heads: int) -> int:
+        return check_grid(self.slots(seqlen, block) * heads * (1 if self.packed else self.batch))
+
+    @property
+    def padded_q(self) -> int:
+        """Rows of a head in padded buffers."""
+        return self.slots(self.seqlen_q, PADDED_ROWS) * PADDED_ROWS
+
+    @property
+    def padded_shape(self) -> tuple[int, ...]:
+        heads = self.q.shape[-2] * (1 if self.packed else self.batch)
+        return heads, self.padded_q
 
     def together(self, heads: int, head_bytes: int) -> int:
         """Heads that are walked side by side: with a causal mask, those that L2 holds."""
-        if self.window_right < 0:
+        if self.window_right < 0 or self.packed:
             return 1
         return max(1, min(heads, L2_BYTES // head_bytes))
 
+    def lengths(self) -> tuple[torch.Tensor | None, ...]:
+        return self.cu_seqlens_q, self.cu_seqlens_k, self.seqused_q, self.seqused_k
+
     def numbers(self, together: int) -> tuple[Any, ...]:
-        """The numbers that the kernels of this walk take, in their order."""
+        """The numbers that the kernels of a walk take, in their order."""
         slopes = self.alibi_slopes
         scaled = self.softcap > 0.0 or slopes is not None
         factor = self.softmax_scale / self.softcap if self.softcap > 0.0 else self.softmax_scale
         return (
-            self.q.shape[0],
-            self.q.shape[2],
+            self.batch,
+            self.q.shape[-2],
             self.group_size,
-            self.q.shape[1],
-            self.k.shape[1],
+            self.seqlen_q,
+            self.seqlen_k,
             self.padded_q,
             self.offset,
             together,
@@ -98,14 +148,31 @@ class Call:
             slopes.stride(0) if slopes is not None and slopes.dim() == 2 else 0,
         )
 
+    def row_numbers(self) -> tuple[int, ...]:
+        """The numbers that the kernels before and after take, in their order."""
+        return (
+            self.batch,
+            self.q.shape[-2],
+            self.seqlen_q,
+            self.seqlen_k,
+            self.padded_q,
+            max(self.window_left, 0),
+            max(self.window_right, 0),
+        )
+
     def constants(self) -> dict[str, Any]:
         return {
-            "HEAD_DIM": self.q.shape[3],
+            "HEAD_DIM": self.head_dim,
+            "PACKED": self.packed,
+            "TOP_LEFT": self.packed and self.top_left,
             "LEFT": self.window_left >= 0,
             "RIGHT": self.window_right >= 0,
-            "SOFTCAP": self.softcap > 0.0,
-            "num_warps": 4,
         }
+
+    def strides(self, x: torch.Tensor) -> tuple[int, ...]:
+        """Those of (batch, row, head), in units."""
+        batch = x.stride(0) if x.dim() == 4 else 0
+        return batch // UNIT, x.stride(-3) // UNIT, x.stride(-2) // UNIT
 
 
 def hopper_backward(
@@ -113,65 +180,63 @@ def hopper_backward(
     dq: torch.Tensor | None,
     dk: torch.Tensor | None,
     dv: torch.Tensor | None,
+    delta: torch.Tensor | None = None,
     *,
     dq_apart: bool = False,
     tiles: tuple[int, int, int, int] | None = None,
     dq_tiles: tuple[int, int] | None = None,
-) -> torch.Tensor:
+) -> None:
     """Write the gradients of a call.
 
     Args:
         dq, dk, dv: as q, k and v, with strides that TMA can take; None is not wanted. dk and dv
             are wanted together.
+        delta: as lse, contiguous: rowsum(dO * O) - dLSE of live rows is written there.
         dq_apart: dQ comes from a kernel of its own: the same bits in every run.
         tiles, dq_tiles: entries other than those of `TILES` and `DQ_TILES`.
-
-    Returns: delta (batch, num_heads, seqlen_q) in float32.
     """
-    batch, seqlen_q, num_heads, head_dim = call.q.shape
     sums = None
     if dq is not None and dk is not None and not dq_apart:
-        shape = (batch, num_heads, call.padded_q, head_dim)
+        shape = (*call.padded_shape, call.head_dim)
         sums = torch.empty(shape, dtype=torch.float32, device=call.q.device)
-    tiles = tiles or (DKDV_TILES if sums is None else TILES)[head_dim]
-    statistics = _preprocess(call, sums)
+    tiles = tiles or (DKDV_TILES if sums is None else TILES)[call.head_dim]
+    statistics = _preprocess(call, sums, delta)
     if dk is not None and dv is not None:
         _main(call, statistics, sums, dk, dv, tiles)
     if dq is not None:
         if sums is None:
-            _dq(call, statistics, dq, dq_tiles or DQ_TILES[head_dim])
+            _dq(call, statistics, dq, dq_tiles or DQ_TILES[call.head_dim])
         else:
             _postprocess(call, sums, dq, tiles[0])
-    return statistics[1, :, :, :seqlen_q]
 
 
-def _preprocess(call: Call, sums: torch.Tensor | None) -> torch.Tensor:
-    """(2, batch, num_heads, padded_q): log-sum-exp in units of log2, and delta; zeros in sums."""
-    batch, seqlen_q, num_heads, head_dim = call.q.shape
-    statistics = torch.empty(
-        (2, batch, num_heads, call.padded_q), dtype=torch.float32, device=call.q.device
-    )
+def _preprocess(call: Call, sums: torch.Tensor | None, delta: torch.Tensor | None) -> torch.Tensor:
+    """(2, heads, padded_q): log-sum-exp in units of log2, and delta; zeros in sums."""
+    statistics = torch.empty((2, *call.padded_shape), dtype=torch.float32, device=call.q.device)
+    heads, padded_q = call.padded_shape
     dlse = call.grad_lse
-    flashdig_hopper_backward_preprocess[(call.padded_q // PREPROCESS_ROWS * batch * num_heads,)](
+    dlse_strides = (0, 0, 0) if dlse is None else (0, *dlse.stride())[-3:]
+    rows = PADDED_ROWS if call.packed else PREPROCESS_ROWS
+    flashdig_hopper_backward_preprocess[(check_grid(padded_q // rows * heads),)](
         call.out,
         call.grad_out,
         call.lse,
         dlse,
         statistics[0],
         statistics[1],
+        delta,
         sums,
-        *(s // UNIT for s in call.out.stride()[:3]),
-        *(s // UNIT for s in call.grad_out.stride()[:3]),
-        *(dlse.stride() if dlse is not None else (0, 0, 0)),
-        num_heads,
-        seqlen_q,
-        call.padded_q,
-        HEAD_DIM=head_dim,
-        HEAD_DIM_V=head_dim,
-        BLOCK_DV=triton.next_power_of_2(head_dim),
+        *call.lengths(),
+        *call.strides(call.out),
+        *call.strides(call.grad_out),
+        *dlse_strides,
+        *call.row_numbers(),
+        HEAD_DIM_V=call.head_dim,
+        BLOCK_DV=triton.next_power_of_2(call.head_dim),
         UNIT=UNIT,
-        BLOCK_M=PREPROCESS_ROWS,
-        num_warps=4,
+        BLOCK_M=rows,
+        **call.constants(),
+        num_warps=rows // 16 if call.packed else 4,
     )
     return statistics
 
@@ -185,12 +250,12 @@ def _main(
     tiles: tuple[int, int, int, int],
 ) -> None:
     block_m, stages, ahead, persistent = tiles
-    batch, seqlen_k, num_heads_kv, head_dim = call.k.shape
-    row_bytes = head_dim * (2 * call.q.element_size() + (4 if sums is not None else 0))
-    together = call.together(batch * num_heads_kv, call.q.shape[1] * row_bytes * call.group_size)
-    programs = triton.cdiv(seqlen_k, BLOCK_N) * batch * num_heads_kv
+    num_heads_kv = call.k.shape[-2]
+    row_bytes = call.head_dim * (2 * call.q.element_size() + (4 if sums is not None else 0))
+    head_bytes = call.seqlen_q * row_bytes * call.group_size
+    programs = call.programs(call.seqlen_k, BLOCK_N, num_heads_kv)
     if persistent:
-        programs = min(programs, 132)
+        programs = min(programs, multiprocessors(call.q.device))
     flashdig_hopper_backward[(programs,)](
         _tiles_of(call.q, block_m),
         _tiles_of(call.grad_out, block_m),
@@ -202,21 +267,23 @@ def _main(
         _statistics_of(statistics[1], block_m),
         sums,
         call.alibi_slopes,
-        *call.numbers(together),
+        *call.lengths(),
+        *call.numbers(call.together(call.batch * num_heads_kv, head_bytes)),
         BLOCK_M=block_m,
         STAGES=stages,
+        SOFTCAP=call.softcap > 0.0,
         WITH_DQ=sums is not None,
         AHEAD=ahead,
         **call.constants(),
+        num_warps=4,
     )
 
 
 def _dq(call: Call, statistics: torch.Tensor, dq: torch.Tensor, tiles: tuple[int, int]) -> None:
     block_n, stages = tiles
-    batch, seqlen_q, num_heads, head_dim = call.q.shape
-    head_bytes = 2 * call.k.shape[1] * head_dim * call.k.element_size()
-    together = call.together(batch * num_heads, head_bytes)
-    flashdig_hopper_backward_dq[(triton.cdiv(seqlen_q, 128) * batch * num_heads,)](
+    num_heads = call.q.shape[-2]
+    head_bytes = 2 * call.seqlen_k * call.head_dim * call.k.element_size()
+    flashdig_hopper_backward_dq[(call.programs(call.seqlen_q, 128, num_heads),)](
         _tiles_of(call.q, 64),
         _tiles_of(call.grad_out, 64),
         _tiles_of(call.k, block_n),
@@ -225,37 +292,44 @@ def _dq(call: Call, statistics: torch.Tensor, dq: torch.Tensor, tiles: tuple[int
         statistics[0],
         statistics[1],
         call.alibi_slopes,
-        *call.numbers(together),
+        *call.lengths(),
+        *call.numbers(call.together(call.batch * num_heads, head_bytes)),
         BLOCK_N=block_n,
         STAGES=stages,
+        SOFTCAP=call.softcap > 0.0,
         **call.constants(),
-    )
-
-
-def _postprocess(call: Call, sums: torch.Tensor, dq: torch.Tensor, block_m: int) -> None:
-    batch, seqlen_q, num_heads, head_dim = call.q.shape
-    flashdig_hopper_backward_postprocess[(triton.cdiv(seqlen_q, block_m) * batch * num_heads,)](
-        sums,
-        dq,
-        *(s // UNIT for s in dq.stride()[:3]),
-        num_heads,
-        seqlen_q,
-        call.padded_q,
-        call.softmax_scale,
-        HEAD_DIM=head_dim,
-        BLOCK_M=block_m,
-        UNIT=UNIT,
         num_warps=4,
     )
 
 
+def _postprocess(call: Call, sums: torch.Tensor, dq: torch.Tensor, block_m: int) -> None:
+    rows = PADDED_ROWS if call.packed else block_m
+    programs = call.programs(call.seqlen_q, rows, call.q.shape[-2])
+    flashdig_hopper_backward_postprocess[(programs,)](
+        sums,
+        dq,
+        *call.lengths(),
+        *call.strides(dq),
+        *call.row_numbers(),
+        call.softmax_scale,
+        BLOCK_M=block_m,
+        UNIT=UNIT,
+        **call.constants(),
+        num_warps=4,
+    )
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Of a CUDA device; without one, those of an H200."""
+    if device.type != "cuda":
+        return 132
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def _tiles_of(x: torch.Tensor, rows: int) -> TensorDescriptor:
-    """A descriptor of (batch, heads, seqlen, head_dim) that copies tiles of rows."""
-    block = [1, 1, rows, x.shape[3]]
-    dtype = gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16
-    layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
-    seen = x.transpose(1, 2)
-    return TensorDescriptor(seen, list(seen.shape), list(seen.stride()), block, layout)
+    """A descriptor that copies tiles of rows of one head."""
+    return tiles_of("x", x, rows)["x"].descriptor(x)
 
 
 def _statistics_of(x: torch.Tensor, rows: int) -> TensorDescriptor:

@@ -19,14 +19,15 @@ from flashdig.kernels.gluon_api import (
     gluon,
     load_tile,
     mbarrier,
-    store_tile,
     wait_for_tile_stores,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from flashdig.kernels.hopper.backward_places import Grid, columns_of_tile, padded_start
 from flashdig.kernels.hopper.backward_scores import hidden, places, row_tiles, scores_of
 from flashdig.kernels.hopper.problem import Problem
-from flashdig.kernels.hopper.ring import Ring, as_block_of, new_ring, release, take
+from flashdig.kernels.hopper.ring import Ring, new_ring, release, take, wait_until_empty
+from flashdig.kernels.hopper.rows import Rows, load_rows, store_rows
 
 KEYS = gl.constexpr(64)  # of a warpgroup
 
@@ -66,98 +67,64 @@ class Shared:
 
 
 @gluon.jit
-def _put_rows(ring, statistics, step, desc, statistics_desc, batch, head, row, statistics_row):
+def _put_rows(ring, statistics, step, desc, statistics_desc, query_rows, row, statistics_row):
     """Producer: a tile of rows and its row statistics under one barrier."""
     stage = step % ring.STAGES
-    full = ring.full.index(stage)
-    mbarrier.wait(ring.empty.index(stage), ((step // ring.STAGES) & 1) ^ 1)
+    full = wait_until_empty(ring, step)
     mbarrier.expect(full, desc.block_type.nbytes + statistics_desc.block_type.nbytes)
     load_tile(statistics_desc, [statistics_row], full, statistics.index(stage))
-    load_tile(desc, [batch, head, row, 0], full, as_block_of(ring.tiles.index(stage), desc))
-
-
-@aggregate
-class Grid:
-    """How tiles of keys are dealt to blocks.
-
-    Attributes:
-        tiles: of all heads together; tiles_n: of one.
-        heads_together: heads that share the L2 cache; within them the longest columns come first.
-    """
-
-    tiles: gl.tensor
-    tiles_n: gl.tensor
-    batch_heads: gl.tensor
-    num_heads_kv: gl.tensor
-    group_size: gl.tensor
-    heads_together: gl.tensor
-    padded_q: gl.tensor
-
-    @gluon.constexpr_function
-    def __init__(
-        self, tiles, tiles_n, batch_heads, num_heads_kv, group_size, heads_together, padded_q
-    ):
-        self.tiles = tiles
-        self.tiles_n = tiles_n
-        self.batch_heads = batch_heads
-        self.num_heads_kv = num_heads_kv
-        self.group_size = group_size
-        self.heads_together = heads_together
-        self.padded_q = padded_q
+    load_rows(desc, query_rows, row, 0, full, ring.tiles.index(stage))
 
 
 @gluon.jit
-def _place(grid, tile, BLOCK_N: gl.constexpr):
-    """(batch, head_kv, start_n) of a tile of keys."""
-    section = tile // (grid.tiles_n * grid.heads_together)
-    inside = tile % (grid.tiles_n * grid.heads_together)
-    section_heads = gl.minimum(
-        grid.heads_together, grid.batch_heads - section * grid.heads_together
-    )
-    batch_head = section * grid.heads_together + inside % section_heads
-    start_n = (inside // section_heads) * BLOCK_N
-    return batch_head // grid.num_heads_kv, batch_head % grid.num_heads_kv, start_n
-
-
-@gluon.jit
-def _produce(q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc, shared, problem, grid):
-    BLOCK_M: gl.constexpr = q_desc.block_type.shape[2]
-    BLOCK_N: gl.constexpr = k_desc.block_type.shape[2]
-    round = gl.program_id(0) * 0
-    done = round
+def _produce(
+    q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc, cu_q_ptr, cu_k_ptr, used_q_ptr,
+    used_k_ptr, shared, problem, grid,
+):  # fmt: skip
+    BLOCK_M: gl.constexpr = shared.dscores.shape[2]
+    BLOCK_N: gl.constexpr = shared.k.shape[1]
+    walks = gl.program_id(0) * 0
+    done = walks
     for tile in range(gl.program_id(0), grid.tiles, gl.num_programs(0)):
-        batch, head_kv, start_n = _place(grid, tile, BLOCK_N)
-        first, _, _, end = row_tiles(problem, start_n, BLOCK_M, BLOCK_N)
-        full = shared.kv_full
-        mbarrier.wait(shared.kv_empty, (round & 1) ^ 1)
-        mbarrier.expect(full, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
-        place = [batch, head_kv, start_n, 0]
-        load_tile(k_desc, place, full, as_block_of(shared.k.index(0), k_desc))
-        load_tile(v_desc, place, full, as_block_of(shared.v.index(0), v_desc))
-        steps = end - first
-        for step in range(grid.group_size * steps):
-            head = head_kv * grid.group_size + step // steps
-            row = (first + step % steps) * BLOCK_M
-            of_head = batch * (grid.num_heads_kv * grid.group_size) + head
-            statistics = of_head * grid.padded_q + row
-            _put_rows(
-                shared.queries, shared.lse, done + step, q_desc, lse_desc, batch, head, row,
-                statistics,
-            )  # fmt: skip
-            _put_rows(
-                shared.grads, shared.delta, done + step, dout_desc, delta_desc, batch, head, row,
-                statistics,
-            )  # fmt: skip
-        done += grid.group_size * steps
-        round += 1
+        batch, head_kv, start_n, first_q, seqlen_q, first_k, seqlen_k, offset, padded_row = (
+            columns_of_tile(
+                grid, problem, cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr, tile, BLOCK_N
+            )
+        )
+        if start_n < seqlen_k:
+            of_sequence = _with(problem, seqlen_q, seqlen_k, offset, problem.slope)
+            first, _, _, end = row_tiles(of_sequence, start_n, BLOCK_M, BLOCK_N)
+            key_rows = Rows(batch, head_kv, first_k, seqlen_k, grid.PACKED, 1)
+            full = shared.kv_full
+            mbarrier.wait(shared.kv_empty, (walks & 1) ^ 1)
+            mbarrier.expect(full, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
+            load_rows(k_desc, key_rows, start_n, 0, full, shared.k.index(0))
+            load_rows(v_desc, key_rows, start_n, 0, full, shared.v.index(0))
+            for member in range(grid.group_size):
+                head = head_kv * grid.group_size + member
+                query_rows = Rows(batch, head, first_q, seqlen_q, grid.PACKED, 1)
+                # a descriptor's coordinates have 32 bits, and so many rows a tensor
+                statistics = padded_start(grid, batch, head, padded_row).to(gl.int32)
+                for row_tile in range(first, end):
+                    row = row_tile * BLOCK_M
+                    _put_rows(
+                        shared.queries, shared.lse, done, q_desc, lse_desc, query_rows, row,
+                        statistics + row,
+                    )  # fmt: skip
+                    _put_rows(
+                        shared.grads, shared.delta, done, dout_desc, delta_desc, query_rows, row,
+                        statistics + row,
+                    )  # fmt: skip
+                    done += 1
+            walks += 1
 
 
 @gluon.jit
-def _consumers_meet(BARRIER: gl.constexpr):
+def _consumers_meet():
     """All threads of both consumers wait for each other, at a hardware barrier of their own."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     gl.inline_asm_elementwise(
-        f"bar.sync {BARRIER}, 256; mov.b32 $0, $1;",
+        "bar.sync 8, 256; mov.b32 $0, $1;",  # Triton numbers its own from 0
         "=r,r",
         [gl.arange(0, 128, layout)],
         dtype=gl.int32,
@@ -244,7 +211,7 @@ def _walk(
             exchange = shared.dscores.index(step & 1)
             exchange.slice(CONSUMER * KEYS, KEYS, 0).store(ds_half)
             fence_async_shared()
-            _consumers_meet(8)
+            _consumers_meet()
             dv, _ = warpgroup_mma_wait(1 if AHEAD == 2 else 0, deps=(dv_started, p))
             release(shared.grads, step)
             if AHEAD == 1:
@@ -277,95 +244,120 @@ def _walk(
 
 
 @gluon.jit
-def _of_head(problem, slope):
+def _with(problem, seqlen_q, seqlen_k, offset, slope):
+    """The problem of one sequence and head."""
     return Problem(
-        problem.seqlen_q, problem.seqlen_k, problem.offset, problem.left, problem.right,
-        problem.score_factor, problem.exp_factor, problem.softcap, slope,
+        seqlen_q, seqlen_k, offset, problem.left, problem.right, problem.score_factor,
+        problem.exp_factor, problem.softcap, slope,
         problem.LEFT, problem.RIGHT, problem.SOFTCAP, problem.ALIBI,
     )  # fmt: skip
 
 
 @gluon.jit
-def _store_half(desc, x, staging, batch, head_kv, start_n):
+def _store_half(desc, x, staging, key_rows, row):
     """Start writing one consumer's keys of a gradient through shared memory."""
     staging.store(x.to(staging.dtype))
     fence_async_shared()
-    store_tile(desc, [batch, head_kv, start_n, 0], as_block_of(staging, desc))
+    store_rows(desc, key_rows, row, 0, staging)
 
 
 @gluon.jit
-def _consume(
-    dk_desc, dv_desc, dq_ptr, slopes_ptr, shared, problem, grid, stride_slopes_b, softmax_scale,
+def _make_columns(
+    dk_desc, dv_desc, dq_ptr, slopes_ptr, shared, problem, grid, batch, head_kv, start_n, first_q,
+    seqlen_q, first_k, seqlen_k, offset, padded_row, walks, done, softmax_scale,
     CONSUMER: gl.constexpr, WITH_DQ: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
+    """dK and dV of a consumer's half of a tile of keys; `done` steps of the rings, afterwards."""
     dtype: gl.constexpr = shared.k.dtype
     BLOCK_N: gl.constexpr = shared.k.shape[1]
     HEAD_DIM: gl.constexpr = shared.k.shape[2]
     BLOCK_M: gl.constexpr = shared.dscores.shape[2]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    dk = gl.zeros([KEYS, HEAD_DIM], gl.float32, d_layout)
+    dv = gl.zeros([KEYS, HEAD_DIM], gl.float32, d_layout)
+    zeros = gl.zeros([KEYS, BLOCK_M], gl.float32, s_layout)
+    products = zeros
+    of_sequence = _with(problem, seqlen_q, seqlen_k, offset, problem.slope)
+    first, full_first, full_end, end = row_tiles(of_sequence, start_n, BLOCK_M, BLOCK_N)
+    mbarrier.wait(shared.kv_full, walks & 1)
+    if AHEAD > 0:
+        k = shared.k.index(0).slice(CONSUMER * KEYS, KEYS, 0)
+        q = take(shared.queries, done).permute((1, 0))
+        products_started = warpgroup_mma(k, q, zeros, use_acc=False, is_async=True)
+        products = warpgroup_mma_wait(0, deps=(products_started,))
+    last_step = done + grid.group_size * (end - first) - 1
+    for member in range(grid.group_size):
+        head = head_kv * grid.group_size + member
+        of_head = of_sequence
+        if problem.ALIBI:
+            slope = gl.load(slopes_ptr + head)
+            of_head = _with(problem, seqlen_q, seqlen_k, offset, slope)
+        dq_head = dq_ptr
+        if WITH_DQ:
+            dq_head += padded_start(grid, batch, head, padded_row) * HEAD_DIM
+        step_of_tile_0 = done - first
+        # rows cut by the diagonal, whole ones, rows cut on the window's left side
+        dk, dv, products = _walk(
+            (dk, dv, products), shared, of_head, dq_head, start_n, first, full_first,
+            step_of_tile_0, last_step, CONSUMER, True, WITH_DQ, AHEAD,
+        )  # fmt: skip
+        dk, dv, products = _walk(
+            (dk, dv, products), shared, of_head, dq_head, start_n, full_first, full_end,
+            step_of_tile_0, last_step, CONSUMER, False, WITH_DQ, AHEAD,
+        )  # fmt: skip
+        if problem.LEFT:
+            dk, dv, products = _walk(
+                (dk, dv, products), shared, of_head, dq_head, start_n, full_end, end,
+                step_of_tile_0, last_step, CONSUMER, True, WITH_DQ, AHEAD,
+            )  # fmt: skip
+        done += end - first
+    mbarrier.arrive(shared.kv_empty, count=1)
+
     # gradients leave through the buffers of dS, of which each consumer takes a part for itself
     HALVES: gl.constexpr = 4 * BLOCK_M // HEAD_DIM
     half: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, HEAD_DIM], dtype)
     staging = shared.dscores._reinterpret(dtype, [HALVES, KEYS, HEAD_DIM], half)
-    round = gl.program_id(0) * 0
-    done = round
-    for tile in range(gl.program_id(0), grid.tiles, gl.num_programs(0)):
-        batch, head_kv, start_n = _place(grid, tile, BLOCK_N)
-        first, full_first, full_end, end = row_tiles(problem, start_n, BLOCK_M, BLOCK_N)
-        dk = gl.zeros([KEYS, HEAD_DIM], gl.float32, d_layout)
-        dv = gl.zeros([KEYS, HEAD_DIM], gl.float32, d_layout)
-        zeros = gl.zeros([KEYS, BLOCK_M], gl.float32, s_layout)
-        products = zeros
-        mbarrier.wait(shared.kv_full, round & 1)
-        if AHEAD > 0:
-            k = shared.k.index(0).slice(CONSUMER * KEYS, KEYS, 0)
-            q = take(shared.queries, done).permute((1, 0))
-            products_started = warpgroup_mma(k, q, zeros, use_acc=False, is_async=True)
-            products = warpgroup_mma_wait(0, deps=(products_started,))
-        steps = end - first
-        last_step = done + grid.group_size * steps - 1
-        for member in range(grid.group_size):
-            head = head_kv * grid.group_size + member
-            step_of_tile_0 = done - first
-            dq_head = dq_ptr
-            if WITH_DQ:
-                of_head = batch * (grid.num_heads_kv * grid.group_size) + head
-                dq_head += of_head.to(gl.int64) * (grid.padded_q * HEAD_DIM)
-            problem_of_head = problem
-            if problem.ALIBI:
-                slope = gl.load(slopes_ptr + batch * stride_slopes_b + head)
-                problem_of_head = _of_head(problem, slope)
-            # rows cut by the diagonal, whole ones, rows cut on the window's left side
-            dk, dv, products = _walk(
-                (dk, dv, products), shared, problem_of_head, dq_head, start_n, first, full_first,
-                step_of_tile_0, last_step, CONSUMER, True, WITH_DQ, AHEAD,
-            )  # fmt: skip
-            dk, dv, products = _walk(
-                (dk, dv, products), shared, problem_of_head, dq_head, start_n, full_first,
-                full_end, step_of_tile_0, last_step, CONSUMER, False, WITH_DQ, AHEAD,
-            )  # fmt: skip
-            if problem.LEFT:
-                dk, dv, products = _walk(
-                    (dk, dv, products), shared, problem_of_head, dq_head, start_n, full_end, end,
-                    step_of_tile_0, last_step, CONSUMER, True, WITH_DQ, AHEAD,
-                )  # fmt: skip
-            done += steps
-        round += 1
-        mbarrier.arrive(shared.kv_empty, count=1)
-
-        # nobody reads dS any more
-        _consumers_meet(8)
-        start_n += CONSUMER * KEYS
-        _store_half(dv_desc, dv, staging.index(CONSUMER), batch, head_kv, start_n)
-        if HALVES == 2:
-            wait_for_tile_stores(0)
-            own = staging.index(CONSUMER)
-        else:
-            own = staging.index(2 + CONSUMER)
-        _store_half(dk_desc, dk * softmax_scale, own, batch, head_kv, start_n)
+    key_rows = Rows(batch, head_kv, first_k, seqlen_k, grid.PACKED, 1)
+    row = start_n + CONSUMER * KEYS
+    _consumers_meet()
+    _store_half(dv_desc, dv, staging.index(CONSUMER), key_rows, row)
+    if HALVES == 2:
         wait_for_tile_stores(0)
-        _consumers_meet(8)
+        own = staging.index(CONSUMER)
+    else:
+        own = staging.index(2 + CONSUMER)
+    _store_half(dk_desc, dk * softmax_scale, own, key_rows, row)
+    wait_for_tile_stores(0)
+    _consumers_meet()
+    return done
+
+
+@gluon.jit
+def _consume(
+    dk_desc, dv_desc, dq_ptr, slopes_ptr, cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr, shared,
+    problem, grid, stride_slopes_b, softmax_scale,
+    CONSUMER: gl.constexpr, WITH_DQ: gl.constexpr, AHEAD: gl.constexpr,
+):  # fmt: skip
+    BLOCK_N: gl.constexpr = shared.k.shape[1]
+    walks = gl.program_id(0) * 0
+    done = walks
+    for tile in range(gl.program_id(0), grid.tiles, gl.num_programs(0)):
+        batch, head_kv, start_n, first_q, seqlen_q, first_k, seqlen_k, offset, padded_row = (
+            columns_of_tile(
+                grid, problem, cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr, tile, BLOCK_N
+            )
+        )
+        slopes_of_batch = slopes_ptr
+        if problem.ALIBI:
+            slopes_of_batch += batch * stride_slopes_b
+        if start_n < seqlen_k:
+            done = _make_columns(
+                dk_desc, dv_desc, dq_ptr, slopes_of_batch, shared, problem, grid, batch, head_kv,
+                start_n, first_q, seqlen_q, first_k, seqlen_k, offset, padded_row, walks, done,
+                softmax_scale, CONSUMER, WITH_DQ, AHEAD,
+            )  # fmt: skip
+            walks += 1
 
 
 def kernel_name(specialization):
@@ -374,7 +366,8 @@ def kernel_name(specialization):
     mask = "window" if c["LEFT"] else "causal" if c["RIGHT"] else "full"
     made = "backward" if c["WITH_DQ"] else "backward_dkdv"
     tile = f"m{c['BLOCK_M']}n{2 * KEYS.value}"
-    return f"flashdig_hopper_{made}_{dtype}_d{c['HEAD_DIM']}_{tile}_{mask}"
+    packed = "_varlen" if c["PACKED"] else ""
+    return f"flashdig_hopper_{made}_{dtype}_d{c['HEAD_DIM']}_{tile}_{mask}{packed}"
 
 
 @gluon.jit(
@@ -408,6 +401,10 @@ def flashdig_hopper_backward(
     delta_desc,
     dq_ptr,
     slopes_ptr,
+    cu_seqlens_q_ptr,
+    cu_seqlens_k_ptr,
+    seqused_q_ptr,
+    seqused_k_ptr,
     batch_size,
     num_heads,
     group_size,
@@ -426,6 +423,8 @@ def flashdig_hopper_backward(
     HEAD_DIM: gl.constexpr,
     BLOCK_M: gl.constexpr,
     STAGES: gl.constexpr,
+    PACKED: gl.constexpr,
+    TOP_LEFT: gl.constexpr,
     LEFT: gl.constexpr,
     RIGHT: gl.constexpr,
     SOFTCAP: gl.constexpr,
@@ -456,10 +455,13 @@ def flashdig_hopper_backward(
 
     num_heads_kv = num_heads // group_size
     tiles_n = gl.cdiv(seqlen_k, BLOCK_N)
-    batch_heads = batch_size * num_heads_kv
+    tiles = batch_size * num_heads_kv * tiles_n
+    if PACKED:  # slots that are enough wherever the sequences begin
+        tiles_n = seqlen_k // BLOCK_N + batch_size
+        tiles = num_heads_kv * tiles_n
     grid = Grid(
-        batch_heads * tiles_n, tiles_n, batch_heads, num_heads_kv, group_size, heads_together,
-        padded_q,
+        tiles, tiles_n, batch_size, num_heads_kv, group_size, heads_together, padded_q,
+        PACKED, TOP_LEFT,
     )  # fmt: skip
     problem = Problem(
         seqlen_q, seqlen_k, offset, left, right, score_factor, exp_factor, softcap,
@@ -469,11 +471,13 @@ def flashdig_hopper_backward(
     # the tuples stand inside the calls: bound to a name, their constants would become tensors
     # fmt: off
     gl.warp_specialize([
-        (_consume, (dk_desc, dv_desc, dq_ptr, slopes_ptr, shared, problem, grid, stride_slopes_b,
+        (_consume, (dk_desc, dv_desc, dq_ptr, slopes_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
+                    seqused_q_ptr, seqused_k_ptr, shared, problem, grid, stride_slopes_b,
                     softmax_scale, 0, WITH_DQ, AHEAD)),
-        (_consume, (dk_desc, dv_desc, dq_ptr, slopes_ptr, shared, problem, grid, stride_slopes_b,
+        (_consume, (dk_desc, dv_desc, dq_ptr, slopes_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
+                    seqused_q_ptr, seqused_k_ptr, shared, problem, grid, stride_slopes_b,
                     softmax_scale, 1, WITH_DQ, AHEAD)),
-        (_produce, (q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc, shared, problem,
-                    grid)),
+        (_produce, (q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc, cu_seqlens_q_ptr,
+                    cu_seqlens_k_ptr, seqused_q_ptr, seqused_k_ptr, shared, problem, grid)),
     ], [4, 1], [240, 24])
     # fmt: on

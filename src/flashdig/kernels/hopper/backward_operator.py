@@ -1,38 +1,43 @@
 """The Hopper backward as `flashdig::attention_backward` calls it, and what it does not serve.
 
-Rows that see no key and keys that no row sees are cut off before a kernel runs: what they hold
-shows nowhere, and their gradients are zeros.
+Rows that see no key and keys that no row sees are cut off before anything is multiplied: what they
+hold shows nowhere, and their gradients are zeros. Dense input is cut here, packed input by the
+kernels.
 """
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
-from flashdig.dispatch import Request
 from flashdig.kernels.hopper.backward_launch import TILES, Call, hopper_backward
 from flashdig.kernels.hopper.descriptors import taken_by_tma
-from flashdig.kernels.triton.backward import _dsinks
-from flashdig.problem import AttentionProblem
+from flashdig.kernels.triton import backward as portable
 
-Wanted = tuple[bool, bool, bool, bool, bool]
+Wanted = portable.Wanted
+# a TMA coordinate has 32 bits: rows of all heads, padded to whole tiles
+MAX_ROWS = 2**31 - 1
 
 
-def reasons_against(problem: AttentionProblem, request: Request) -> list[str]:
-    """Why the kernels cannot serve a problem that the Hopper forward serves; empty if they can."""
+def reasons_against(
+    head_dim: int, head_dim_v: int, *, bias: bool = False, dropout: bool = False
+) -> list[str]:
+    """Why these kernels do not make the gradients of a call of the Hopper forward; empty: they do.
+
+    The portable backward makes those of the others.
+    """
     reasons = []
     sizes = ", ".join(map(str, TILES))
-    for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
+    for name, size in (("head_dim", head_dim), ("head_dim_v", head_dim_v)):
         if size not in TILES:
             reasons.append(f"{name} must be one of {sizes}, not {size}")
-    if problem.head_dim != problem.head_dim_v:
+    if head_dim != head_dim_v:
         reasons.append("head_dim_v must equal head_dim")
-    for name, asked in (
-        ("packed input", problem.packed),
-        ("bias", problem.bias != "none"),
-        ("dropout", problem.dropout),
-    ):
-        if asked:
-            reasons.append(f"no {name}")
+    if bias:
+        reasons.append("no bias")
+    if dropout:
+        reasons.append("no dropout")
     return reasons
 
 
@@ -87,71 +92,97 @@ def attention_backward(
     deterministic: bool | None = None,
 ) -> tuple[torch.Tensor | None, ...]:
     """Gradients of the Hopper forward; arguments and results are those of the portable
-    `flashdig.kernels.triton.backward.attention_backward`, of dense input without bias and dropout.
+    `flashdig.kernels.triton.backward.attention_backward`, which serves what `reasons_against` names
+    and whatever is empty.
 
     Args:
         deterministic: dQ comes from a kernel of its own, and every gradient is the same bits in
             every run; None follows `torch.use_deterministic_algorithms`.
-
-    Raises ValueError for a bias, for dropout, for packed input and for other head_dims.
     """
-    if bias is not None or dropout_p > 0.0 or cu_seqlens_q is not None:
-        raise ValueError("the Hopper backward takes no bias, no dropout_p and no cu_seqlens")
-    if q.shape[-1] not in TILES or v.shape[-1] != q.shape[-1]:
-        sizes = ", ".join(map(str, TILES))
-        raise ValueError(
-            f"the Hopper backward takes a head_dim of q, k and v of {sizes}, "
-            f"not {q.shape[-1]} and {v.shape[-1]}"
-        )
-    seqlen_q, seqlen_k = q.shape[1], k.shape[1]
+    packed = cu_seqlens_q is not None
+    refused = reasons_against(
+        q.shape[-1], v.shape[-1], bias=bias is not None, dropout=dropout_p > 0.0
+    )
+    rows_of_all = q.shape[:-1].numel() + 128 * q.shape[-2] * (
+        q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0]
+    )
+    if refused or 0 in (q.numel(), k.numel()) or rows_of_all > MAX_ROWS:
+        return portable.attention_backward(
+            grad_out, grad_lse, q, k, v, bias, alibi_slopes, sinks, dropout_seed, cu_seqlens_q,
+            cu_seqlens_k, seqused_q, seqused_k, out, lse,
+            softmax_scale=softmax_scale, softcap=softcap, dropout_p=dropout_p,
+            window_left=window_left, window_right=window_right, top_left=top_left,
+            allow_tf32=allow_tf32, wanted=wanted,
+        )  # fmt: skip
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    seqlen_q, seqlen_k = q.shape[-3], k.shape[-3]
     offset = 0 if top_left else seqlen_k - seqlen_q
-    row, row_end, key, key_end = live_ranges(seqlen_q, seqlen_k, offset, window_left, window_right)
-    whole = (row, row_end, key, key_end) == (0, seqlen_q, 0, seqlen_k)
+    row, row_end, key, key_end = 0, seqlen_q, 0, seqlen_k
+    if not packed:
+        row, row_end, key, key_end = live_ranges(
+            seqlen_q, seqlen_k, offset, window_left, window_right
+        )
     rows, keys = slice(row, row_end), slice(key, key_end)
-    make = torch.empty if whole else torch.zeros
+    whole = (row, row_end, key, key_end) == (0, seqlen_q, 0, seqlen_k)
+    make = torch.empty if whole and not packed else torch.zeros
     want_q, want_k, want_v, _, want_sinks = wanted
-    want_keys = want_k or want_v
     dq = make(q.shape, dtype=q.dtype, device=q.device) if want_q else None
-    dk = make(k.shape, dtype=k.dtype, device=k.device) if want_keys else None
-    dv = make(v.shape, dtype=v.dtype, device=v.device) if want_keys else None
+    dk = make(k.shape, dtype=k.dtype, device=k.device) if want_k or want_v else None
+    dv = make(v.shape, dtype=v.dtype, device=v.device) if want_k or want_v else None
     delta = None
+    if want_sinks and sinks is not None:
+        # rows that see nothing know the sink by their log-sum-exp alone
+        delta = torch.zeros_like(lse) if grad_lse is None else -grad_lse.float()
+        delta = delta.contiguous()
     sign = 1.0
     if not (softmax_scale > 0.0 or softcap > 0.0 or alibi_slopes is not None):
         # scores reach log2 by a factor above zero
         sign, softmax_scale = float(-(softmax_scale < 0.0)), abs(softmax_scale) or 1.0
         q = q * sign
-    if row_end > row and 0 not in (q.numel(), k.numel()):
-        if deterministic is None:
-            deterministic = torch.are_deterministic_algorithms_enabled()
+    if alibi_slopes is not None and alibi_slopes.stride(-1) != 1:
+        alibi_slopes = alibi_slopes.contiguous()
+    if row_end > row:
+        live_delta = None if delta is None else delta[..., rows].contiguous()
         call = Call(
-            taken_by_tma(torch.zeros_like(out) if grad_out is None else grad_out)[:, rows],
-            None if grad_lse is None else grad_lse[:, :, rows],
-            taken_by_tma(q)[:, rows],
-            taken_by_tma(k)[:, keys],
-            taken_by_tma(v)[:, keys],
+            taken_by_tma(torch.zeros_like(out) if grad_out is None else grad_out)[..., rows, :, :],
+            None if grad_lse is None else grad_lse[..., rows],
+            taken_by_tma(q)[..., rows, :, :],
+            taken_by_tma(k)[..., keys, :, :],
+            taken_by_tma(v)[..., keys, :, :],
             alibi_slopes,
-            taken_by_tma(out)[:, rows],
-            lse[:, :, rows].contiguous(),
+            taken_by_tma(out)[..., rows, :, :],
+            lse[..., rows].contiguous(),
             softmax_scale=softmax_scale,
             softcap=softcap,
             window_left=window_left,
             window_right=window_right,
             offset=offset + row - key,
+            top_left=top_left,
+            cu_seqlens_q=_vector(cu_seqlens_q),
+            cu_seqlens_k=_vector(cu_seqlens_k),
+            seqused_q=_vector(seqused_q),
+            seqused_k=_vector(seqused_k),
         )
-        delta = hopper_backward(
+        hopper_backward(
             call,
-            None if dq is None else dq[:, rows],
-            None if dk is None else dk[:, keys],
-            None if dv is None else dv[:, keys],
+            None if dq is None else dq[..., rows, :, :],
+            None if dk is None else dk[..., keys, :, :],
+            None if dv is None else dv[..., keys, :, :],
+            live_delta,
             dq_apart=deterministic,
         )
+        if delta is not None:
+            delta[..., rows] = live_delta
     if dq is not None and sign != 1.0:
         dq *= sign
-    dsinks = None
-    if want_sinks and sinks is not None:
-        # rows that see nothing know the sink by their log-sum-exp alone
-        of_rows = torch.zeros_like(lse) if grad_lse is None else -grad_lse.float()
-        if delta is not None:
-            of_rows[:, :, rows] = delta
-        dsinks = _dsinks(sinks, lse, of_rows)
+    dsinks = None if delta is None else portable._dsinks(sinks, lse, delta)
     return dq, dk if want_k else None, dv if want_v else None, None, dsinks
+
+
+def _vector(x: torch.Tensor | None) -> torch.Tensor | None:
+    return None if x is None else x.contiguous()
+
+
+# the operator's launcher where the caller asked for the same bits in every run
+deterministic_backward = functools.partial(attention_backward, deterministic=True)
