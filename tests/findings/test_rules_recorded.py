@@ -40,7 +40,10 @@ CASES = {
         ["attn_sdpa_math", "attn_train_sdpa_math", "findings/mask_in_every_call.before"],
         ["findings/mask_in_every_call.after", "model_gpt2_eager_train"],
     ),
-    "mask-converted": (["models/gemma2_sdpa_train"], ["model_llama_sdpa_train"]),
+    "mask-converted": (
+        ["findings/window_as_tensor.before"],
+        ["model_llama_sdpa_train", "models/gemma2_sdpa_train"],
+    ),
     "quadratic-mask": (["findings/window_as_tensor.before"], ["models/gemma2_sdpa_train"]),
     "padding": (["findings/padded_batch.before"], ["findings/window_as_tensor.before"]),
     "safe-softmax": (["attn_sdpa_math"], ["attn_naive"]),

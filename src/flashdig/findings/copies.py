@@ -25,6 +25,7 @@ from flashdig.readers.model import Copy, DeviceEvent, HostOp
 _COPYING = {"aten::contiguous", "aten::clone", "aten::reshape", "aten::copy_", "aten::flatten"}
 # less of the busy time is not worth a word
 _LEAST_SHARE = 0.003
+_LEAST_REPEATED = 0.01
 
 
 def hidden_mask_copy(recording: Recording) -> list[Finding]:
@@ -140,7 +141,7 @@ def repeated_heads(recording: Recording) -> list[Finding]:
         if call.pass_ == "forward":
             copies += [(call, op, event) for op, event in _repeats(recording, call)]
     total_ns = sum(event.duration_ns for _, _, event in copies)
-    if not copies or (recording.share(total_ns) or 0) < _LEAST_SHARE:
+    if not copies or (recording.share(total_ns) or 0) < _LEAST_REPEATED:
         return []
     calls = list({id(call): call for call, _, _ in copies}.values())
     call, op, event = copies[0]

@@ -20,6 +20,7 @@ from flashdig.readers.model import DeviceEvent, HostOp
 from flashdig.readers.steps import find_steps
 
 _LAUNCH_BOUND_SHARE = 0.3
+_LEAST_PLANNING = 0.005
 _PLANNED_ANEW_NS = 1_000_000
 _COMPILING = (
     "compile_inner",
@@ -183,6 +184,8 @@ def cudnn_planning(recording: Recording) -> list[Finding]:
     if not host or typical < 0.3 * host or typical < 20_000:
         return []
     hidden = device > UNPROFILED_HOST * host
+    if typical * len(own) < _LEAST_PLANNING * recording.elapsed_ns:
+        return []
     return [
         Finding(
             rule="cudnn-planning",

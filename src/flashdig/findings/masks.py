@@ -18,6 +18,7 @@ _MAKING = (*_TRIANGLES, "aten::ones", "aten::scalar_tensor", "aten::where", "ate
 _SDPA = "aten::scaled_dot_product_attention"
 _MASK_ARGUMENT = 3
 _LEAST_SHARE = 0.002
+_LEAST_CONVERTED = 0.01
 # a mask smaller than this stays in the cache and costs next to nothing
 _LARGE_MASK_BYTES = 8_000_000
 _MASK_DTYPES = {"bool": 1, "c10::BFloat16": 2, "c10::Half": 2, "float": 4}
@@ -156,7 +157,7 @@ def mask_converted(recording: Recording) -> list[Finding]:
             calls.append(call)
             total_ns += sum(event.duration_ns for event in events)
             first = first or events
-    if first is None or len(calls) < 2 or (recording.share(total_ns) or 0) < _LEAST_SHARE:
+    if first is None or len(calls) < 2 or (recording.share(total_ns) or 0) < _LEAST_CONVERTED:
         return []
     return [
         Finding(
