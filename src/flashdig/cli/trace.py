@@ -116,17 +116,29 @@ def _show_counters(files: list[str], as_json: bool) -> None:
         read = {name: read_ncu(name) for name in files}
     except UnreadableFileError as error:
         raise UnreadableInputError(str(error)) from error
+    from flashdig.findings import find_in_counters
     from flashdig.report.ncu_terminal import ncu_to_json, print_ncu
 
+    findings = {name: find_in_counters(kernels) for name, kernels in read.items()}
     if as_json:
-        answer = [{"source": name, "kernels": ncu_to_json(found)} for name, found in read.items()]
+        answer = [
+            {
+                "source": name,
+                "kernels": ncu_to_json(kernels),
+                "findings": [finding.to_dict() for finding in findings[name]],
+            }
+            for name, kernels in read.items()
+        ]
         typer.echo(json.dumps(answer, indent=1))
         return
     from rich.console import Console
 
+    from flashdig.report.trace_terminal import print_short_findings
+
     console = Console()
-    for name, found in read.items():
-        print_ncu(found, name, console)
+    for name, kernels in read.items():
+        print_ncu(kernels, name, console)
+        print_short_findings(findings[name], console, places=True)
 
 
 def _show(traces: list[Trace], others: list[Trace], as_json: bool, html: str | None) -> None:

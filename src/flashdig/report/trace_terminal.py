@@ -41,7 +41,7 @@ def print_summary(
     for sentence in verdict(summary):
         console.print(escape(sentence))
     if findings:
-        _print_findings(findings, console)
+        print_short_findings(findings, console)
     if summary.attention:
         _print_attention(summary.attention, console)
     for breakdown in summary.breakdowns:
@@ -61,8 +61,14 @@ def print_summary(
     console.print()
 
 
-def _print_findings(findings: Sequence[Finding], console: Console) -> None:
-    """What costs time or needs a check, in short; what is fine is left to `flashdig explain`."""
+def print_short_findings(
+    findings: Sequence[Finding], console: Console, *, places: bool = False
+) -> None:
+    """What costs time or needs a check, in short; what is fine is left to `flashdig explain`.
+
+    Args:
+        places: say what each is about, as counters of several kernels need it.
+    """
     shown = [f for f in findings if f.verdict in ("slow", "check", "elsewhere")]
     if not shown:
         return
@@ -70,7 +76,9 @@ def _print_findings(findings: Sequence[Finding], console: Console) -> None:
     for finding in shown:
         gain = gain_words(finding.gain)
         end = f" To gain: {gain}." if gain else ""
-        console.print(f"[bold]{escape(headline(finding))}[/bold]: {escape(finding.claim + end)}")
+        about = f" {finding.where}." if places else ""
+        text = escape(finding.claim + end + about)
+        console.print(f"[bold]{escape(headline(finding))}[/bold]: {text}")
     console.print("flashdig explain says what to try, with code", style="dim")
 
 
