@@ -69,6 +69,22 @@ def packed():
     return differences(call)
 
 
+def packed_without_keys():
+    cu_q, cu_k = torch.tensor([0, 3, 5]).int(), torch.tensor([0, 0, 0]).int()
+    q, k, v, sinks = (
+        torch.randn(shape).requires_grad_() for shape in ((7, 2, 8), (0, 2, 8), (0, 2, 6), 2)
+    )
+
+    def call(backend):
+        used = torch.tensor([2, 2]).int()
+        out, lse = attention_varlen(
+            q, k, v, cu_q, cu_k, seqused_q=used, sinks=sinks, return_lse=True, backend=backend
+        )
+        return [out, lse, *gradients(out, lse, [q, k, v, sinks])]
+
+    return differences(call)
+
+
 def zero(batch, seqlen_q, seqlen_k):
     q, k, v, sinks = (
         torch.randn(shape).requires_grad_()
@@ -98,6 +114,7 @@ def vmapped():
 def main() -> None:
     found = {name: dense(name) for name in DENSE}
     found["packed"] = packed()
+    found["packed without keys"] = packed_without_keys()
     found |= {f"zero sizes {sizes}": zero(*sizes) for sizes in ZERO_SIZES}
     found["vmap of grad"] = vmapped()
     json.dump(found, sys.stdout)

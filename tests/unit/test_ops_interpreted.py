@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 CASES = (
     *DENSE,
     "packed",
+    "packed without keys",
     *(f"zero sizes {sizes}" for sizes in ZERO_SIZES),
     "vmap of grad",
 )

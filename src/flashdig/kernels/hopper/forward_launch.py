@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 
+from flashdig.kernels.hopper.counters import counter_for
 from flashdig.kernels.hopper.descriptors import padded, taken_by_tma, tiles_of
 from flashdig.kernels.hopper.forward import flashdig_hopper_forward
 from flashdig.kernels.launch import Launch, allocation
 from flashdig.kernels.plans import Plan
 from flashdig.kernels.triton.arguments import LOG2_E, Call, check_grid, prepared
+from flashdig.kernels.triton.no_keys import without_keys
 from flashdig.kernels.triton.slack import clearing
 
 ROWS = 64  # of a consumer warpgroup
@@ -31,30 +34,50 @@ class Tile:
         block_n: keys of a tile.
         stages: buffers of K and of V.
         registers: of a consumer's thread.
+        q_buffers: tiles of Q that are held; with two, the next one's first scores are computed
+            while this one's output is written.
+        own_output: the output has shared memory of its own, else it goes through Q's.
+        lazy: the output is rescaled only where a row's maximum grew much.
     """
 
     consumers: int
     block_n: int
     stages: int
     registers: int
+    q_buffers: int = 1
+    own_output: bool = False
+    lazy: bool = False
 
 
 # (head_dim, head_dim_v), padded -> tile; any other pair takes that of its wider one
 TILES = {
-    (64, 64): Tile(3, 128, 2, 160),
-    (96, 96): Tile(2, 128, 2, 240),
-    (128, 128): Tile(2, 128, 2, 240),
+    (64, 64): Tile(2, 128, 4, 240, q_buffers=2, own_output=True),
+    (96, 96): Tile(2, 128, 2, 240, q_buffers=2, own_output=True),
+    (128, 128): Tile(2, 128, 2, 240, q_buffers=2, own_output=True),
     (192, 128): Tile(2, 128, 2, 240),
-    (192, 192): Tile(2, 64, 3, 240),
-    (256, 256): Tile(2, 64, 2, 240),
+    (192, 192): Tile(2, 64, 3, 240, lazy=True),
+    (256, 256): Tile(2, 64, 2, 240, lazy=True),
+}
+# the same from so many rows on, without and with causality: 192 rows a tile share their keys, and
+# waste more of a last tile
+LONG_TILES = {
+    (64, 64): ((1536, 6144), Tile(3, 128, 2, 160, q_buffers=2, own_output=True, lazy=True)),
+    (128, 128): ((None, 3072), Tile(3, 64, 4, 160, own_output=True, lazy=True)),
 }
 
 
-def tile_of(head_dim: int, head_dim_v: int) -> Tile:
-    """The tile of a pair of widths, of at most 256 each."""
+def tile_of(head_dim: int, head_dim_v: int, rows: int = 0, causal: bool = False) -> Tile:
+    """The tile of a pair of widths, of at most 256 each, for so many query rows of a sequence."""
     widths = padded(head_dim), padded(head_dim_v)
     widest = max(widths)
-    return TILES.get(widths) or TILES[widest, widest]
+    if widths not in TILES:
+        widths = widest, widest
+    if widths in LONG_TILES:
+        limits, tile = LONG_TILES[widths]
+        limit = limits[causal]
+        if limit is not None and rows >= limit:
+            return tile
+    return TILES[widths]
 
 
 def attention_forward(
@@ -119,7 +142,7 @@ def attention_forward(
         allow_tf32=allow_tf32,
     )
     if call.empty:
-        return _without_keys(call)
+        return without_keys(call, q.dtype)
     return _ForwardPlan(call, config, grouped)(*call.tensors)
 
 
@@ -144,7 +167,9 @@ class _ForwardPlan:
     __slots__ = ("_blocks", "_clear_slack", "_launch", "_make_lse", "_make_out")
 
     def __init__(self, call: Call, config: Tile | None, grouped: bool | None) -> None:
-        tile = config or tile_of(call.head_dim, call.head_dim_v)
+        tile = config or tile_of(
+            call.head_dim, call.head_dim_v, _rows(call), call.window_right >= 0
+        )
         if grouped is None:
             grouped = worth_grouping(call, tile)
         group = call.num_heads // call.num_heads_kv if grouped else 1
@@ -167,7 +192,7 @@ class _ForwardPlan:
         self._blocks = ("q_desc_rest" in tiles, "v_desc_rest" in tiles)
         self._launch = Launch(
             flashdig_hopper_forward,
-            check_grid(_programs(call, tile, group)),
+            min(check_grid(_tiles(call, tile, group)), _multiprocessors(device)),
             _numbers(call, tile, group),
             tiles,
             num_warps=4,
@@ -202,17 +227,9 @@ class _ForwardPlan:
             alibi_slopes,
             sinks,
             *lengths,
+            counter_for(q.device),
         )
         return out, lse
-
-
-def _without_keys(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows that see nothing: out 0; lse -inf, or the sink's logit."""
-    out = torch.zeros(call.out_shape, dtype=call.q.dtype, device=call.q.device)
-    lse = torch.full(call.lse_shape, float("-inf"), device=call.q.device)
-    if call.sinks is not None and not call.packed:
-        lse = lse.copy_(call.sinks.float()[:, None])
-    return out, lse
 
 
 def worth_grouping(call: Call, tile: Tile) -> bool:
@@ -226,8 +243,20 @@ def worth_grouping(call: Call, tile: Tile) -> bool:
     return together < GROUPED_BELOW * apart
 
 
-def _programs(call: Call, tile: Tile, group: int) -> int:
-    """Blocks of the grid; `group`: query heads of a tile."""
+def _rows(call: Call) -> int:
+    """Query rows of a sequence; of packed input, on average."""
+    return call.seqlen_q // call.batch if call.packed else call.seqlen_q
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 132  # of an H100 or H200, for a compilation without one
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _tiles(call: Call, tile: Tile, group: int) -> int:
+    """Tiles of queries, or slots for them; `group`: query heads of a tile."""
     block_m = ROWS * tile.consumers
     heads = call.num_heads // group
     if call.packed:
@@ -252,12 +281,16 @@ def _numbers(call: Call, tile: Tile, group: int) -> dict[str, Any]:
         "exp_factor": exp_factor,
         "softcap": call.softcap,
         "stride_slopes_b": slopes.stride(0) if slopes is not None and slopes.dim() == 2 else 0,
+        "tiles": _tiles(call, tile, group),
         "HEAD_DIM": call.head_dim,
         "HEAD_DIM_V": call.head_dim_v,
         "CONSUMERS": tile.consumers,
         "BLOCK_N": tile.block_n,
         "STAGES": tile.stages,
         "REGISTERS": tile.registers,
+        "Q_BUFFERS": tile.q_buffers,
+        "OWN_OUTPUT": tile.own_output,
+        "LAZY": tile.lazy,
         "PACKED": call.packed,
         "GROUP": triton.next_power_of_2(group),
         "TOP_LEFT": call.top_left,

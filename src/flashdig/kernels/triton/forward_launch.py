@@ -18,6 +18,7 @@ from flashdig.kernels.triton.arguments import (
     walk_arguments,
 )
 from flashdig.kernels.triton.forward import flashdig_forward
+from flashdig.kernels.triton.no_keys import without_keys
 
 
 def attention_forward(
@@ -76,7 +77,7 @@ def attention_forward(
         allow_tf32=allow_tf32,
     )
     if call.empty:
-        return _without_keys(call, out_dtype or q.dtype)
+        return without_keys(call, out_dtype or q.dtype)
     return _ForwardPlan(call, out_dtype or q.dtype, config)(*call.tensors)
 
 
@@ -133,12 +134,3 @@ class _ForwardPlan:
             bias = as_pointer(bias)
         self._launch(q, k, v, out, lse, bias, *others)
         return out, lse
-
-
-def _without_keys(call: Call, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows that see nothing: out 0; lse -inf, or the sink's logit."""
-    out = torch.zeros(call.out_shape, dtype=dtype, device=call.q.device)
-    lse = torch.full(call.lse_shape, float("-inf"), dtype=torch.float32, device=call.q.device)
-    if call.sinks is not None and not call.packed:
-        lse = lse.copy_(call.sinks.float()[:, None])
-    return out, lse
