@@ -89,3 +89,25 @@ def test_eight_processes_share_an_empty_cache(tmp_path) -> None:
         assert all(code == 0 for _, _, code in results), results
         assert len({out for out, _, _ in results}) == 1
     torch.cuda.synchronize()
+
+
+READ_ONLY = """
+import torch
+from flashdig import attention
+torch.manual_seed(0)
+q, k, v = (torch.randn(1, 65, 2, 64, device="cuda").requires_grad_() for _ in range(3))
+for _ in range(2):
+    out = attention(q, k, v, causal=True, backend="triton")
+    out.sum().backward()
+expected = attention(q, k, v, causal=True, backend="reference")
+torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+"""
+
+
+@pytest.mark.gpu
+def test_a_cache_folder_that_cannot_be_written() -> None:
+    """Kernels are compiled into a folder of this process, and one line says so."""
+    done = run(READ_ONLY, TRITON_CACHE_DIR="/proc/flashdig-cache")
+    assert done.returncode == 0, done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if "cannot write" in line]
+    assert line.startswith("flashdig: cannot write Triton's cache folder /proc/flashdig-cache")

@@ -93,3 +93,18 @@ def test_a_batch_that_repeats_one_sequence(attend, device) -> None:
     k.requires_grad_()
     (dk,) = torch.autograd.grad(attend(q, k, v, causal=True).float().sum(), k)
     assert dk.shape == k.shape
+
+
+def test_an_address_that_moves_between_two_calls(attend, device) -> None:
+    """Aligned and two bytes off in turn, with the same shapes and strides."""
+    q, k, v = qkv(device, torch.bfloat16, 1, 70, 70, 2, 2, 64)
+    off = torch.cat([q.flatten()[:1], q.flatten()]).detach()[1:].view(q.shape).requires_grad_()
+    assert q.data_ptr() % 16 == 0
+    assert off.data_ptr() % 16 == 2
+    results = []
+    for x in (q, off, q, off, q):
+        out = attend(x, k, v, causal=True, deterministic=True)
+        results.append((out, *torch.autograd.grad(out, (x, k, v), torch.ones_like(out))))
+    for found in results[1:]:
+        for a, b in zip(found, results[0], strict=True):
+            assert torch.equal(a, b)
