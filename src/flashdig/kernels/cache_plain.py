@@ -6,6 +6,7 @@ It defines what the cache's kernels do, and serves the CPU. On a GPU it reads le
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +18,26 @@ from flashdig.kernels.tiled_launch import attention_forward
 Rotary = tuple[torch.Tensor, torch.Tensor, bool]  # cos, sin, interleaved
 
 
-def cache_attention(
+@dataclass
+class Gathered:
+    """A call over a cache as packed sequences, after appending and rotating.
+
+    Attributes:
+        q, k, v: one tensor (tokens, heads, dim) a sequence, descaled.
+        rows: where the tokens of each sequence stand among the rows of q.
+        total_q: rows of q, those of no sequence among them.
+        dense: (batch, seqlen_q) of q that is not packed.
+    """
+
+    q: list[torch.Tensor]
+    k: list[torch.Tensor]
+    v: list[torch.Tensor]
+    rows: list[slice]
+    total_q: int
+    dense: tuple[int, int] | None
+
+
+def append_and_gather(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
@@ -34,39 +54,26 @@ def cache_attention(
     rotary_cos: torch.Tensor | None,
     rotary_sin: torch.Tensor | None,
     rotary_seqlens: torch.Tensor | None,
-    alibi_slopes: torch.Tensor | None,
-    sinks: torch.Tensor | None,
     q_descale: torch.Tensor | None,
     k_descale: torch.Tensor | None,
     v_descale: torch.Tensor | None,
     *,
-    softmax_scale: float,
-    softcap: float,
-    window_left: int,
-    window_right: int,
-    top_left: bool,
-    allow_tf32: bool,
     rotary_interleaved: bool,
-    tiled: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """out in at least float32 or the dtype of q, and lse; arguments as the operator's.
+    advances: bool,
+) -> Gathered:
+    """Write k and v into the caches, and take every sequence's queries and keys out.
 
     Args:
-        tiled: attend tile by tile in q's dtype; else by the oracle, in float32 or float64.
+        advances: token i of q is rotated i positions further (causal and windowed calls).
     """
-    starts_q, total_q, dense_shape = _rows_of(q, cu_seqlens_q)
+    starts_q, total_q, dense = _rows_of(q, cu_seqlens_q)
     batch = len(starts_q) - 1
-    if cu_seqlens_q is not None:
-        starts_q = sequence_offsets(cu_seqlens_q, total_q)
-    rows_q = q.reshape(total_q, *q.shape[-2:])
-    device = q.device
     slots = CacheSlots(k_cache, page_table, cache_batch_idx)
     starts_k = None if cu_seqlens_k is None else sequence_offsets(cu_seqlens_k, None)
     before = [slots.capacity] * batch
     if cache_seqlens is not None:
         before = [min(max(n, 0), slots.capacity) for n in cache_seqlens.tolist()]
     positions = before if rotary_seqlens is None else rotary_seqlens.tolist()
-    causal_or_window = window_left >= 0 or window_right >= 0
     rotary = None
     if rotary_cos is not None and rotary_sin is not None:
         rotary = (rotary_cos, rotary_sin, rotary_interleaved)
@@ -81,11 +88,13 @@ def cache_attention(
             turned = k_new
             if rotary is not None:
                 turned = rotate(k_new, rotary, positions[b], advances=True)
-            _store(k_cache, where, turned[:count], k_descale, b)
-            _store(v_cache, where, v_new[:count], v_descale, b)
+            scaled = k_new.dtype not in FP8_DTYPES
+            _store(k_cache, where, turned[:count], k_descale if scaled else None, b)
+            _store(v_cache, where, v_new[:count], v_descale if scaled else None, b)
 
-    parts: dict[str, list[torch.Tensor]] = {"q": [], "k": [], "v": []}
     used = [rows_in_use(starts_q[b], starts_q[b + 1], seqused_q, b) for b in range(batch)]
+    found = Gathered([], [], [], used, total_q, dense)
+    rows_q = q.reshape(total_q, *q.shape[-2:])
     mixed = k_cache.dtype in FP8_DTYPES
     for b in range(batch):
         length = lengths[b]
@@ -97,24 +106,48 @@ def cache_attention(
         where = slots.of(b, first, length)
         q_b = rows_q[used[b]]
         if rotary is not None:
-            q_b = rotate(q_b, rotary, positions[b], advances=causal_or_window)
-        parts["q"].append(_descaled(q_b, q_descale, b, q.shape[-2], mixed))
-        parts["k"].append(_descaled(_load(k_cache, where), k_descale, b, k_cache.shape[2], mixed))
-        parts["v"].append(_descaled(_load(v_cache, where), v_descale, b, v_cache.shape[2], mixed))
+            q_b = rotate(q_b, rotary, positions[b], advances=advances).to(q.dtype)
+        found.q.append(_descaled(q_b, q_descale, b, q.shape[-2], mixed))
+        found.k.append(_descaled(_load(k_cache, where), k_descale, b, k_cache.shape[2], mixed))
+        found.v.append(_descaled(_load(v_cache, where), v_descale, b, v_cache.shape[2], mixed))
+    return found
 
+
+def cache_attention(
+    *,
+    alibi_slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    softmax_scale: float,
+    softcap: float,
+    window_left: int,
+    window_right: int,
+    top_left: bool,
+    allow_tf32: bool,
+    tiled: bool,
+    **cache: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out in at least float32 or the dtype of q, and lse.
+
+    Args:
+        tiled: attend tile by tile in q's dtype; else by the oracle, in float32 or float64.
+        cache: what `append_and_gather` takes besides `advances`; all meanings are the operator's.
+    """
+    q, v_cache = cache["q"], cache["v_cache"]
+    found = append_and_gather(**cache, advances=window_left >= 0 or window_right >= 0)
     out, lse = _attend(
-        parts, q, v_cache, alibi_slopes, sinks, tiled,
+        found, q, v_cache, alibi_slopes, sinks, tiled,
         softmax_scale=softmax_scale, softcap=softcap, window_left=window_left,
         window_right=window_right, top_left=top_left, allow_tf32=allow_tf32,
     )  # fmt: skip
-    index = torch.cat([torch.arange(r.start, r.stop) for r in used] or [torch.arange(0)]).to(device)
-    full = out.new_zeros(total_q, *out.shape[1:]).index_copy(0, index, out)
-    full_lse = lse.new_full((q.shape[-2], total_q), -torch.inf).index_copy(1, index, lse)
-    if dense_shape is None:
+    rows = [torch.arange(r.start, r.stop) for r in found.rows]
+    index = torch.cat(rows or [torch.arange(0)]).to(q.device)
+    full = out.new_zeros(found.total_q, *out.shape[1:]).index_copy(0, index, out)
+    full_lse = lse.new_full((q.shape[-2], found.total_q), -torch.inf).index_copy(1, index, lse)
+    if found.dense is None:
         return full, full_lse
-    batch_size, seqlen_q = dense_shape
-    full_lse = full_lse.unflatten(1, (batch_size, seqlen_q)).transpose(0, 1).contiguous()
-    return full.unflatten(0, (batch_size, seqlen_q)), full_lse
+    return full.unflatten(0, found.dense), full_lse.unflatten(1, found.dense).transpose(
+        0, 1
+    ).contiguous()
 
 
 class CacheSlots:
@@ -145,7 +178,8 @@ class CacheSlots:
 
 
 def rotate(x: torch.Tensor, rotary: Rotary, position: int, *, advances: bool) -> torch.Tensor:
-    """x (rows, heads, head_dim) with its first 2 * cos.shape[1] dimensions turned in pairs.
+    """x (rows, heads, head_dim) with its first 2 * cos.shape[1] dimensions turned in pairs, in at
+    least float32.
 
     Row i is at `position` + i, or all are at `position`; positions outside the tables are clamped.
     Pairs are (2i, 2i + 1) if interleaved, else (i, i + half).
@@ -163,7 +197,7 @@ def rotate(x: torch.Tensor, rotary: Rotary, position: int, *, advances: bool) ->
     else:
         one, two = turned.chunk(2, dim=-1)
         pairs = torch.cat((one * c - two * s, one * s + two * c), dim=-1)
-    return torch.cat((pairs.to(x.dtype), kept), dim=-1)
+    return torch.cat((pairs, kept.to(precision)), dim=-1)
 
 
 def _rows_of(
@@ -171,7 +205,7 @@ def _rows_of(
 ) -> tuple[list[int], int, tuple[int, int] | None]:
     """(first row of each sequence and the end, rows, (batch, seqlen) of dense input)."""
     if cu_seqlens_q is not None:
-        return [0] * cu_seqlens_q.shape[0], q.shape[0], None
+        return sequence_offsets(cu_seqlens_q, q.shape[0]), q.shape[0], None
     batch, seqlen = q.shape[:2]
     return [b * seqlen for b in range(batch + 1)], batch * seqlen, (batch, seqlen)
 
@@ -225,7 +259,7 @@ def _descaled(
 
 
 def _attend(
-    parts: dict[str, list[torch.Tensor]],
+    found: Gathered,
     q: torch.Tensor,
     v_cache: torch.Tensor,
     alibi_slopes: torch.Tensor | None,
@@ -236,18 +270,18 @@ def _attend(
     """Attention of the gathered sequences, packed."""
     offsets = {
         name: torch.tensor(
-            [0, *torch.tensor([len(x) for x in parts[name]]).cumsum(0).tolist()],
+            list(itertools.accumulate((len(x) for x in rows), initial=0)),
             dtype=torch.int32,
             device=q.device,
         )
-        for name in ("q", "k")
+        for name, rows in (("q", found.q), ("k", found.k))
     }
-    if not parts["q"]:
+    if not found.q:
         heads, dim = q.shape[-2], v_cache.shape[-1]
         return q.new_zeros((0, heads, dim), dtype=torch.float32), q.new_zeros(
             (heads, 0), dtype=torch.float32
         )
-    rows_q, keys, values = (torch.cat(parts[name]) for name in ("q", "k", "v"))
+    rows_q, keys, values = (torch.cat(x) for x in (found.q, found.k, found.v))
     widest = torch.promote_types(torch.promote_types(rows_q.dtype, keys.dtype), values.dtype)
     rows_q, keys, values = (x.to(widest) for x in (rows_q, keys, values))
     if tiled:

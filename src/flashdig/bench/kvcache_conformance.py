@@ -1,0 +1,441 @@
+"""Attention over a cache against dense attention over the gathered cache, in float64.
+
+    python -m flashdig.bench.kvcache_conformance --output kvcache-conformance.json
+
+Every pair of features meets in some specialisation; each runs with several inputs. Slots of the
+cache that hold no key are NaN, and must come back as they were. A pool of processes compiles the
+specialisations by running them, and this process runs the cases of each as it is ready.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import multiprocessing
+import os
+import random
+import shlex
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+from flashdig.bench.environment import collect, revision
+from flashdig.bench.pairwise import Combination, covering_array, feasible_pairs
+from flashdig.bench.results import append_run, new_run
+
+SUITE = "kvcache-conformance"
+FEATURES: dict[str, tuple[Any, ...]] = {
+    "dtype": ("bfloat16", "float16", "float32"),
+    "head_dims": ((128, 128), (64, 64), (80, 80), (96, 48), (256, 256), (576, 512)),
+    "cache": ("dense", "page 1", "page 16", "page 19", "page 64"),
+    "heads": ((8, 2), (4, 4), (16, 1)),
+    "mask": ("full", "causal", "window", "causal window"),
+    "tokens": ("one", "few", "many", "packed"),
+    "schedule": ("auto", "splits", "invariant"),
+    "append": ("none", "new", "rotary", "rotary halves"),
+    "terms": ("none", "softcap and sinks", "ALiBi", "leftpad"),
+    "fp8": (False, True),
+}
+SMALL_FEATURES = {
+    **FEATURES,
+    "dtype": ("float16", "float32"),
+    "head_dims": ((16, 16), (40, 24)),
+    "cache": ("dense", "page 1", "page 5"),
+    "heads": ((4, 2), (2, 2)),
+}
+
+
+# arguments of `append_and_gather`
+GATHERED = (
+    *("q", "k_cache", "v_cache", "k", "v", "cache_seqlens", "cu_seqlens_k", "page_table"),
+    *("cache_batch_idx", "cache_leftpad", "cu_seqlens_q", "seqused_q", "cu_seqlens_k_new"),
+    *("rotary_cos", "rotary_sin", "rotary_seqlens", "q_descale", "k_descale", "v_descale"),
+)
+
+
+def may_meet(chosen: Mapping[str, Any]) -> bool:
+    """Whether features may stand together."""
+    wide = max(chosen.get("head_dims", (0,))) > 256
+    if wide and (chosen.get("dtype") == "float32" or chosen.get("heads") not in (None, (16, 1))):
+        return False
+    return not (chosen.get("fp8") and chosen.get("dtype") == "float32")
+
+
+def make_case(features: Mapping[str, Any], draw: random.Random, device: str) -> dict[str, Any]:
+    """Keywords of `flashdig.attention_with_kvcache`, and under "exact" those of the oracle."""
+    import torch
+
+    small = device == "cpu"
+    dtype = getattr(torch, features["dtype"])
+    head_dim, head_dim_v = features["head_dims"]
+    heads, heads_kv = features["heads"]
+    generator = torch.Generator().manual_seed(draw.getrandbits(40))
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(device, dtype)
+
+    def integers(values: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(list(values), dtype=torch.int32, device=device)
+
+    batch = draw.choice((1, 2, 3) if small else (1, 2, 3, 5))
+    most = {"one": 1, "few": 6, "many": 9 if small else 70, "packed": 5 if small else 40}
+    tokens = most[features["tokens"]]
+    capacity = draw.choice((24, 40) if small else (40, 200, 700))
+    given: dict[str, Any] = {}
+    lengths_q = [tokens] * batch
+    if features["tokens"] == "packed":
+        lengths_q = [draw.randint(0, tokens) for _ in range(batch)]
+        given["cu_seqlens_q"] = integers([sum(lengths_q[:b]) for b in range(batch + 1)])
+    rows = (sum(lengths_q) + 2,) if features["tokens"] == "packed" else (batch, tokens)
+    given["q"] = randn(*rows, heads, head_dim)
+
+    lengths_new = [0] * batch
+    if features["append"] != "none":
+        lengths_new = lengths_q
+        given["k"], given["v"] = (
+            randn(*rows, heads_kv, head_dim),
+            randn(*rows, heads_kv, head_dim_v),
+        )
+    capacity = max(capacity, max(lengths_new, default=0))
+    lengths = [
+        draw.choice((0, 1, capacity - n, draw.randint(0, capacity - n))) for n in lengths_new
+    ]
+    lengths = [min(length, capacity - n) for length, n in zip(lengths, lengths_new, strict=True)]
+    given["cache_seqlens"] = integers(lengths)
+    if "rotary" in features["append"]:
+        turned = draw.choice((2, head_dim // 4 * 2, head_dim // 2 * 2))
+        angles = torch.rand(capacity + 1, turned // 2, generator=generator) * 6.3
+        given["rotary_cos"], given["rotary_sin"] = (
+            f(angles).to(device, dtype) for f in (torch.cos, torch.sin)
+        )
+        given["rotary_interleaved"] = features["append"] == "rotary"
+        if draw.random() < 0.3:
+            given["rotary_seqlens"] = integers([draw.randint(0, capacity) for _ in range(batch)])
+
+    given |= _cache(features, draw, given, lengths, lengths_new, capacity, randn)
+    if features["terms"] == "softcap and sinks":
+        given["softcap"], given["sinks"] = 5.0, randn(heads).float()
+    elif features["terms"] == "ALiBi":
+        shape = (heads,) if draw.random() < 0.5 else (batch, heads)
+        given["alibi_slopes"] = torch.rand(*shape, generator=generator).to(device) * 0.3
+    elif features["terms"] == "leftpad":
+        given["cache_leftpad"] = integers([draw.randint(0, length) for length in lengths])
+    if features["mask"] != "full":
+        given["causal"] = features["mask"].startswith("causal")
+    if "window" in features["mask"]:
+        given["window"] = (draw.choice((0, 7, 33)), draw.choice((0, 5, None)))
+    if features["schedule"] == "splits":
+        given["num_splits"] = draw.choice((2, 3, 7))
+    given["batch_invariant"] = features["schedule"] == "invariant"
+    return given
+
+
+def _cache(
+    features: Mapping[str, Any],
+    draw: random.Random,
+    given: Mapping[str, Any],
+    lengths: Sequence[int],
+    lengths_new: Sequence[int],
+    capacity: int,
+    randn: Any,
+) -> dict[str, Any]:
+    """Caches with NaN wherever no key is, and the table or the index that leads to them."""
+    import torch
+
+    batch, device = len(lengths), given["q"].device
+    head_dim, head_dim_v = features["head_dims"]
+    heads_kv = features["heads"][1]
+    found: dict[str, Any] = {}
+    if features["cache"] == "dense":
+        rows, size = batch, capacity
+        if draw.random() < 0.4:
+            rows = batch + 2
+            index = draw.sample(range(rows), batch)
+            found["cache_batch_idx"] = torch.tensor(index, dtype=torch.int32, device=device)
+    else:
+        size = int(features["cache"].split()[1])
+        pages = -(-capacity // size) + draw.choice((0, 2))
+        rows = batch * pages + 1
+        table = torch.tensor(draw.sample(range(rows), batch * pages), dtype=torch.int32)
+        table = table.view(batch, pages)
+        whole = min(lengths) // size  # a prefix that all share
+        if whole and draw.random() < 0.5:
+            table[:, :whole] = table[:1, :whole]
+        found["page_table"] = table.to(device)
+    k_cache = randn(rows, size, heads_kv, head_dim)
+    v_cache = randn(rows, size, heads_kv, head_dim_v)
+    hidden = torch.ones(rows, size, dtype=torch.bool, device=device)
+    from flashdig.kernels.cache_plain import CacheSlots
+
+    slots = CacheSlots(k_cache, found.get("page_table"), found.get("cache_batch_idx"))
+    for b, length in enumerate(lengths):
+        hidden[slots.of(b, 0, length)] = False
+    for cache in (k_cache, v_cache):
+        cache[hidden] = float("nan")
+    if features["fp8"]:
+        k_cache, v_cache = (x.to(torch.float8_e4m3fn) for x in (k_cache, v_cache))
+        for name in ("k_descale", "v_descale"):
+            found[name] = randn(batch, heads_kv).float().abs() + 0.5
+    del lengths_new
+    return {**found, "k_cache": k_cache, "v_cache": v_cache}
+
+
+def judge(given: Mapping[str, Any]) -> str | None:
+    """What is wrong with the kernels' results for one case; None when all is right."""
+    import torch
+
+    from flashdig import attention_with_kvcache
+    from flashdig.bench.gate import poison, poisoned_allocator
+    from flashdig.kernels.cache_plain import append_and_gather
+
+    ours: dict[str, Any] = {
+        n: x.clone() if isinstance(x, torch.Tensor) else x for n, x in given.items()
+    }
+    if given["q"].is_cuda:
+        poison(2**22, given["q"].device)
+        out, lse = attention_with_kvcache(**ours, return_lse=True, backend="triton")
+    else:
+        with poisoned_allocator():
+            out, lse = attention_with_kvcache(**ours, return_lse=True, backend="triton")
+    plain: dict[str, Any] = {
+        n: given[n].clone() if given.get(n) is not None else None for n in GATHERED
+    }
+    if plain["k"] is not None and plain["k"].dim() == 3:
+        plain["cu_seqlens_k_new"] = plain["cu_seqlens_q"]
+    masked = bool(given.get("causal")) or given.get("window") is not None
+    turning: dict[str, Any] = {
+        "rotary_interleaved": given.get("rotary_interleaved", True),
+        "advances": masked,
+    }
+    append_and_gather(**plain, **turning)
+    for name in ("k_cache", "v_cache"):
+        problem = _cache_problem(ours[name], plain[name], given[name])
+        if problem:
+            return f"{name}: {problem}"
+    if given["batch_invariant"]:
+        problem = _variance(ours, given, out, lse)
+        if problem:
+            return problem
+    # attention is judged over the keys that the kernels stored
+    positions = given.get("rotary_seqlens", given["cache_seqlens"])
+    plain |= {"k": None, "v": None, "k_cache": ours["k_cache"], "v_cache": ours["v_cache"]}
+    plain |= {"cache_seqlens": given["cache_seqlens"] + _lengths_new(given)}
+    plain |= {"rotary_seqlens": positions}
+    return _result_problem(given, append_and_gather(**plain, **turning), out, lse)
+
+
+def _lengths_new(given: Mapping[str, Any]) -> Any:
+    """Keys that the case appends to each sequence."""
+    if given.get("k") is None:
+        return 0
+    if given["k"].dim() == 4:
+        return given["k"].shape[1]
+    return given["cu_seqlens_q"].diff()
+
+
+def _bits(x: Any) -> Any:
+    import torch
+
+    return x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.element_size()])
+
+
+def _cache_problem(found: Any, expected: Any, before: Any) -> str | None:
+    """Slots that were not written keep their bits; new ones agree but for the last place."""
+    import torch
+
+    untouched = _bits(expected) == _bits(before)
+    if not torch.equal(_bits(found)[untouched], _bits(before)[untouched]):
+        return "a slot that holds no new key changed"
+    a, b = found[~untouched].float(), expected[~untouched].float()
+    step = 2.0**-2 if found.element_size() == 1 else 2 * torch.finfo(found.dtype).eps
+    if not ((a - b).abs() <= step * b.abs() + 1e-3 * (found.element_size() == 1) + 1e-6).all():
+        return f"new rows differ by {float((a - b).abs().max()):.3g}"
+    return None
+
+
+def _variance(ours: Mapping[str, Any], given: Mapping[str, Any], out: Any, lse: Any) -> str | None:
+    """A sequence alone, its last token alone, over the cache as it is now: the same bits."""
+    import torch
+
+    from flashdig import attention_with_kvcache
+
+    if ours.get("cu_seqlens_q") is not None or ours.get("rotary_cos") is not None:
+        return None
+    batch, tokens = out.shape[:2]
+    b = batch - 1
+    alone: dict[str, Any] = {}
+    for name, x in ours.items():
+        per_sequence = isinstance(x, torch.Tensor) and name not in ("sinks", "alibi_slopes")
+        alone[name] = x[b : b + 1] if per_sequence and name[1:] not in ("_cache",) else x
+    for name in ("k_cache", "v_cache"):
+        if given.get("page_table") is None and given.get("cache_batch_idx") is None:
+            alone[name] = ours[name][b : b + 1]
+    slopes = ours.get("alibi_slopes")
+    if slopes is not None and slopes.dim() == 2:
+        alone["alibi_slopes"] = slopes[b : b + 1]
+    new = 0 if ours.get("k") is None else ours["k"].shape[1]
+    alone["cache_seqlens"] = alone["cache_seqlens"] + new
+    alone |= {"k": None, "v": None}
+    masked = bool(given.get("causal")) or given.get("window") is not None
+    starts = (0,) if not masked and tokens > 1 else (0, tokens - 1)
+    for start in starts:
+        alone["q"] = ours["q"][b : b + 1, start:]
+        out_b, lse_b = attention_with_kvcache(**alone, return_lse=True, backend="triton")
+        same = torch.equal(_bits(out_b), _bits(out[b : b + 1, start:].contiguous()))
+        if not same or not torch.equal(lse_b, lse[b : b + 1, :, start:]):
+            return f"batch_invariant, but tokens {start} to {tokens} alone have other bits"
+    return None
+
+
+def _result_problem(given: Mapping[str, Any], gathered: Any, out: Any, lse: Any) -> str | None:
+    import torch
+
+    from flashdig.bench.gate import ERROR_FACTOR, ERROR_FLOOR, LSE_TOLERANCE
+    from flashdig.kernels.reference import of_sequence, reference_attention
+
+    names = ("causal", "window", "softcap")
+    options = {name: given[name] for name in names if name in given}
+    scale = given["q"].shape[-1] ** -0.5
+    dtype = given["q"].dtype
+    errors, eager_errors = [0.0], [0.0]
+    for b, rows in enumerate(gathered.rows):
+        q, k, v = (x[b][None] for x in (gathered.q, gathered.k, gathered.v))
+        if gathered.dense is None:
+            out_b, lse_b = out[rows][None], lse[:, rows][None]
+        else:
+            out_b, lse_b = out[b : b + 1], lse[b : b + 1]
+        slopes = of_sequence(given.get("alibi_slopes"), b)
+        results = {}
+        for precision in (torch.float64, dtype):
+            sinks = given.get("sinks")
+            results[precision] = reference_attention(
+                q, k, v, **options, softmax_scale=scale, precision=precision, alibi_slopes=slopes,
+                sinks=None if sinks is None else sinks.to(precision),
+            )  # fmt: skip
+        exact, exact_lse = results[torch.float64]
+        if not torch.equal(lse_b.isneginf(), exact_lse.isneginf()):
+            return f"sequence {b}: rows without keys are not those of lse -inf"
+        sees = ~exact_lse.isneginf()
+        error = (lse_b.double() - exact_lse)[sees].abs()
+        if not (error <= LSE_TOLERANCE * (1 + exact_lse[sees].abs())).all():
+            return f"sequence {b}: lse is off by {float(error.max()):.3g}"
+        if out_b.numel():
+            errors.append(float((out_b.double() - exact).abs().max()))
+            eager_errors.append(float((results[dtype][0].double() - exact).abs().max()))
+    error = math.nan if any(map(math.isnan, errors)) else max(errors)
+    allowed = ERROR_FACTOR * max(eager_errors) + ERROR_FLOOR
+    if not error <= allowed:
+        return f"out is off by {error:.3g}, allowed {allowed:.3g}"
+    if gathered.dense is None:
+        inside = sum(r.stop - r.start for r in gathered.rows)
+        if out[inside:].any() or not lse[:, inside:].isneginf().all():
+            return "rows of no sequence are not 0 with lse -inf"
+    return None
+
+
+def case_of(combinations: Sequence[Combination], number: int, n: int, device: str) -> Any:
+    """Input n of a specialisation; the same in every run."""
+    return make_case(combinations[number], random.Random(f"{number} {n}"), device)
+
+
+def warm(number: int, device: str, inputs: int) -> None:
+    """Compile what a specialisation needs into Triton's cache, by running it."""
+    combinations = plan(device)
+    for n in range(min(inputs, 3)):
+        judge(case_of(combinations, number, n, device))
+
+
+def plan(device: str) -> list[Combination]:
+    return covering_array(SMALL_FEATURES if device == "cpu" else FEATURES, may_meet)
+
+
+def run_specialisation(number: int, device: str, inputs: int, deadline: float) -> list[str | None]:
+    """What is wrong with each case; "skipped" for those that have not begun by then."""
+    import torch
+
+    torch.set_float32_matmul_precision("highest")
+    combinations = plan(device)
+    found: list[str | None] = []
+    for n in range(inputs):
+        if time.time() > deadline:
+            found.append("skipped")
+            continue
+        try:
+            problem = judge(case_of(combinations, number, n, device))
+        except Exception as error:  # a failed case must not end the suite
+            lines = str(error).strip().splitlines() or [""]
+            problem = f"{type(error).__name__}: {lines[0][:300]}"
+        words = ", ".join(f"{name} {value}" for name, value in combinations[number].items())
+        found.append(None if problem is None else f"{words}, input {n}: {problem}")
+    return found
+
+
+def run(device: str, inputs: int, count: int | None, limit_s: float, say: Any = print) -> Any:
+    """(problems of every case, specialisations that were run)."""
+    deadline = time.time() + limit_s
+    numbers = range(len(plan(device)[:count]))
+    found: list[str | None] = []
+    context = multiprocessing.get_context("spawn")
+    processes = max(1, (os.cpu_count() or 1) - 1)
+    with ProcessPoolExecutor(min(processes, len(numbers)), mp_context=context) as pool:
+        work: list[Future[Any]]
+        if device == "cpu":
+            work = [pool.submit(run_specialisation, n, device, inputs, deadline) for n in numbers]
+        else:
+            work = [pool.submit(warm, n, device, inputs) for n in numbers]
+        order = {future: number for number, future in enumerate(work)}
+        for done in as_completed(work):
+            if device == "cpu":
+                problems = done.result()
+            else:
+                problems = run_specialisation(order[done], device, inputs, deadline)
+            for problem in [p for p in problems if p not in (None, "skipped")][:2]:
+                say(f"FAILED {problem}")
+            found += problems
+    return found, len(numbers)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the grid; 0 when no case failed or was skipped, else 1."""
+    parser = argparse.ArgumentParser(prog="python -m flashdig.bench.kvcache_conformance")
+    parser.add_argument("--output", type=Path, help="record to append the run to")
+    parser.add_argument("--specialisations", type=int, help="run only the first so many")
+    parser.add_argument("--inputs", type=int, default=20, help="cases of each specialisation")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--time-limit", type=float, default=480.0, help="seconds")
+    given = parser.parse_args(arguments)
+    command = shlex.join(["python", "-m", "flashdig.bench.kvcache_conformance", *sys.argv[1:]])
+    started = new_run(command, collect(), revision())
+    start = time.perf_counter()
+    problems, count = run(given.device, given.inputs, given.specialisations, given.time_limit)
+    failures = [p for p in problems if p not in (None, "skipped")]
+    features = SMALL_FEATURES if given.device == "cpu" else FEATURES
+    row = {
+        "kind": "test",
+        "name": SUITE,
+        "backend": "triton",
+        "cases": len(problems),
+        "passed": problems.count(None),
+        "failed": len(failures),
+        "skipped": problems.count("skipped"),
+        "failures": failures,
+        "features": {
+            "specialisations": count,
+            "inputs": given.inputs,
+            "device": given.device,
+            "pairs": len(feasible_pairs(features, may_meet)),
+            "values": {name: len(values) for name, values in features.items()},
+            "seconds": round(time.perf_counter() - start, 1),
+        },
+    }
+    if given.output is not None:
+        append_run(given.output, SUITE, started, [row])
+    print({name: row[name] for name in ("cases", "passed", "failed", "skipped")}, row["features"])
+    return 1 if failures or row["skipped"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
