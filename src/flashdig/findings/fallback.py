@@ -11,7 +11,7 @@ from statistics import median
 
 from flashdig.costs.units import seconds, with_unit
 from flashdig.findings.finding import Advice, Finding, Number
-from flashdig.findings.recording import Recording, place, times
+from flashdig.findings.recording import Recording, place, place_of, times
 from flashdig.problem import DTYPE_BYTES
 from flashdig.readers.attribution import AttentionCall
 from flashdig.readers.attribution_operators import tensors
@@ -46,7 +46,9 @@ def _fallback_finding(
     total_ns = sum(call.device_ns or 0 for call in (*calls, *backwards))
     if (recording.share(total_ns) or 0) < _LEAST_SHARE:
         return None
-    first = calls[0]
+    first = next((call for call in calls if call.events), None)
+    if first is None:
+        return None
     typical = median(call.device_ns or 0 for call in calls)
     numbers = [
         Number("kernels of a call", kernels_of(first), "count", place(first.events[0])),
@@ -274,7 +276,7 @@ def slower_backend(recording: Recording) -> list[Finding]:
                 ),
                 where=f"{times(group.count, 'call')} of {group.describe()}",
                 numbers=(
-                    Number("device time of a call", typical, "ns", place(call.events[0])),
+                    Number("device time of a call", typical, "ns", place_of(group.calls)),
                     Number("guess for sdpa_cudnn", guess.expected_s * 1e9, "ns"),
                 ),
                 gain=recording.device_gain(saved * group.count, "the model of sdpa_cudnn"),

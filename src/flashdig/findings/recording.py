@@ -191,6 +191,12 @@ def place(event: DeviceEvent | HostOp) -> str:
     return f"{name} at ts {stamp(event.start_ns)}"
 
 
+def place_of(calls: Iterable[AttentionCall]) -> str | None:
+    """Where the first of the calls that did anything on a device begins."""
+    first = next((call for call in calls if call.events), None)
+    return None if first is None else place(first.events[0])
+
+
 def stamp(nanoseconds: int) -> str:
     """A time in the file's own unit, microseconds."""
     return f"{nanoseconds // 1000}.{nanoseconds % 1000:03d}"

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from flashdig.costs.units import percent, seconds
 from flashdig.findings.finding import Advice, Finding, Number
-from flashdig.findings.recording import SCHEDULE_OF_BACKEND, Recording, main_kernel, place, times
+from flashdig.findings.recording import (
+    SCHEDULE_OF_BACKEND,
+    Recording,
+    main_kernel,
+    place,
+    place_of,
+    times,
+)
 from flashdig.problem import DTYPE_BYTES
 from flashdig.readers.attribution import AttentionCall
 
@@ -109,7 +116,7 @@ def float32_attention(recording: Recording) -> list[Finding]:
                 ),
                 where=f"{times(group.count, 'call')} of {group.describe()}",
                 numbers=(
-                    Number("device time of a call", typical, "ns", place(call.events[0])),
+                    Number("device time of a call", typical, "ns", place_of(group.calls)),
                     Number(f"guess in bfloat16, {half[0]}", half[1] * 1e9, "ns"),
                 ),
                 gain=recording.device_gain(

@@ -76,7 +76,7 @@ def print_short_findings(
     for finding in shown:
         gain = gain_words(finding.gain)
         end = f" To gain: {gain}." if gain else ""
-        about = f" {finding.where}." if places else ""
+        about = f" {finding.where.rstrip('.')}." if places else ""
         text = escape(finding.claim + end + about)
         console.print(f"[bold]{escape(headline(finding))}[/bold]: {text}")
     console.print("flashdig explain says what to try, with code", style="dim")
