@@ -129,6 +129,15 @@ def test_reasons_of_the_math_fallback() -> None:
     assert "contiguous()" in strided.advice.code
 
 
+def test_capped_scores_are_not_sent_to_a_kernel_without_softcap() -> None:
+    capped = the("models/gemma2_eager_train", "unfused-attention").advice
+    plain = the("model_bert_eager_train", "unfused-attention").advice
+    assert capped is not None
+    assert plain is not None
+    assert "softcap=50.0" in capped.code
+    assert "F.scaled_dot_product_attention" in plain.code
+
+
 def test_parts_of_the_fallback_do_not_promise_more_than_it() -> None:
     whole = the("attn_sdpa_math", "math-fallback")
     parts = [f for f in findings_of("attn_sdpa_math") if f.part_of == "math-fallback"]

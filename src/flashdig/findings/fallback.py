@@ -213,7 +213,6 @@ def unfused_attention(recording: Recording) -> list[Finding]:
     if scores is not None:
         numbers.append(Number("bytes of one score matrix", scores, "bytes"))
         written = f" of {with_unit(scores, 'B')}"
-    dropout = "" if not longest.dropout else ", dropout_p=0.1"
     return [
         Finding(
             rule="unfused-attention",
@@ -233,13 +232,29 @@ def unfused_attention(recording: Recording) -> list[Finding]:
                 "the models of torch's fused kernels at these sizes, without credit for what a "
                 "mask tensor hides",
             ),
-            advice=Advice(
-                "Call scaled_dot_product_attention (in transformers: attn_implementation='sdpa').",
-                "out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible" + dropout + ")",
-                ("F", "q", "k", "v", "visible"),
-            ),
+            advice=_fuse(eager, bool(longest.dropout)),
         )
     ]
+
+
+def _fuse(eager: Sequence[AttentionCall], dropout: bool) -> Advice:
+    """A fused call of the same attention: torch's has no softcap."""
+    if any(part.label == "softcap" for call in eager for part in call.parts):
+        return Advice(
+            "Its scores are capped, which scaled_dot_product_attention cannot do: take a kernel "
+            "with softcap, unless the probabilities themselves are needed.",
+            "import flashdig\n"
+            "rows = [x.transpose(1, 2) for x in (q, k, v)]\n"
+            "out = flashdig.attention(*rows, causal=True, softcap=50.0)",
+            ("q", "k", "v"),
+        )
+    used = ", dropout_p=0.1" if dropout else ""
+    return Advice(
+        "Call scaled_dot_product_attention (in transformers: attn_implementation='sdpa'), unless "
+        "the probabilities themselves are needed.",
+        f"out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible{used})",
+        ("F", "q", "k", "v", "visible"),
+    )
 
 
 def slower_backend(recording: Recording) -> list[Finding]:
