@@ -19,6 +19,7 @@ from flashdig.kernels.triton.arguments import (
 )
 from flashdig.kernels.triton.forward import flashdig_forward
 from flashdig.kernels.triton.no_keys import without_keys
+from flashdig.kernels.triton.slack import clearing
 
 
 def attention_forward(
@@ -92,7 +93,7 @@ def plan_forward(
 
 
 class _ForwardPlan:
-    __slots__ = ("_boolean", "_launch", "_make_lse", "_make_out", "_packed")
+    __slots__ = ("_boolean", "_clear_slack", "_launch", "_make_lse", "_make_out")
 
     def __init__(self, call: Call, dtype: torch.dtype, config: TileConfig | None) -> None:
         if config is None:
@@ -107,7 +108,10 @@ class _ForwardPlan:
         device = call.q.device
         self._make_out = allocation(call.out_shape, dtype, device)
         self._make_lse = allocation(call.lse_shape, torch.float32, device)
-        self._packed = call.packed
+        self._clear_slack = None
+        if call.packed:  # slack rows belong to no program
+            sizes = call.batch, call.seqlen_q, call.num_heads, call.head_dim_v
+            self._clear_slack = clearing(*sizes)
         self._boolean = call.bias is not None and call.bias.dtype == torch.bool
         out = torch.empty(call.out_shape, dtype=dtype, device="meta")
         programs = call.row_slots(config.block_m) * call.num_heads * call.sequences_in_grid()
@@ -127,9 +131,9 @@ class _ForwardPlan:
         *others: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         out, lse = self._make_out(), self._make_lse()
-        if self._packed:  # slack rows belong to no program
-            out.zero_()
-            lse.fill_(float("-inf"))
+        if self._clear_slack is not None:
+            cu_seqlens_q, _, seqused_q, _ = others[-4:]
+            self._clear_slack(out, lse, cu_seqlens_q, seqused_q)
         if self._boolean:
             bias = as_pointer(bias)
         self._launch(q, k, v, out, lse, bias, *others)
