@@ -7,12 +7,12 @@ multiples of (16 bytes' worth, so that rows can be loaded in whole vectors, else
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 
 from flashdig.kernels.choose import TileConfig, known_arch
 
@@ -146,7 +146,7 @@ class Call:
         return self._slots(self.seqlen_k, block_n)
 
     def _slots(self, seqlen: int, block: int) -> int:
-        return seqlen // block + self.batch if self.packed else triton.cdiv(seqlen, block)
+        return seqlen // block + self.batch if self.packed else -(-seqlen // block)
 
     def sequences_in_grid(self) -> int:
         """Factor of the grid for sequences: packed slots already cover them."""
@@ -229,7 +229,7 @@ class Call:
 
 def block_of(head_dim: int) -> int:
     """A tile's width: the power of two that holds head_dim, at least 16 (a matrix product)."""
-    return max(16, triton.next_power_of_2(head_dim))
+    return max(16, 1 << max(head_dim - 1, 0).bit_length())
 
 
 def as_pointer(bias: torch.Tensor) -> torch.Tensor:
@@ -392,6 +392,11 @@ def check_grid(programs: int) -> int:
 
 def architecture_of(device: torch.device) -> str:
     """The tile table's name for a device; the interpreter on the CPU takes the oldest one's."""
-    if device.type != "cuda":
+    return _known_architecture(device.type, device.index)
+
+
+@functools.cache
+def _known_architecture(device_type: str, index: int | None) -> str:
+    if device_type != "cuda":
         return known_arch((8, 0))
-    return known_arch(torch.cuda.get_device_capability(device))
+    return known_arch(torch.cuda.get_device_capability(index))
