@@ -65,6 +65,13 @@ SIGNATURES = {
             "scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0, "
             "return_softmax_lse=False"
         ),
+        "get_scheduler_metadata": (
+            "batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, "
+            "cache_seqlens, qkv_dtype=torch.bfloat16, headdim_v=None, cu_seqlens_q=None, "
+            "cu_seqlens_k_new=None, cache_leftpad=None, page_size=None, max_seqlen_k_new=0, "
+            "causal=False, window_size=(-1, -1), attention_chunk=0, has_softcap=False, "
+            "num_splits=0, pack_gqa=None, sm_margin=0"
+        ),
     },
     flash_attn_4: {
         "flash_attn_func": (
@@ -101,7 +108,10 @@ ROOT = Path(flashdig.__file__).parents[2]
 def parameters_of(text):
     """[(name, default)] of a signature written as in Python; no default is the class `empty`."""
     arguments_of = ast.parse(f"def f({text}): ...").body[0].args
-    values = [ast.literal_eval(default) for default in arguments_of.defaults]
+    values = [
+        torch.bfloat16 if ast.unparse(default) == "torch.bfloat16" else ast.literal_eval(default)
+        for default in arguments_of.defaults
+    ]
     missing = [inspect.Parameter.empty] * (len(arguments_of.args) - len(values))
     return list(zip((a.arg for a in arguments_of.args), missing + values, strict=True))
 

@@ -371,6 +371,53 @@ def test_bad_arguments_are_named(module, change, error) -> None:
         module.flash_attn_varlen_func(*[Q.flatten(0, 1)] * 3, **where, **change)
 
 
+SIZES = {
+    "batch_size": 2,
+    "max_seqlen_q": 1,
+    "max_seqlen_k": 6,
+    "num_heads_q": 2,
+    "num_heads_kv": 2,
+    "headdim": 8,
+    "cache_seqlens": TENSOR,
+}
+
+
+def test_metadata_of_the_scheduler_are_what_a_call_with_a_cache_takes() -> None:
+    cache, lengths = torch.randn(2, 6, 2, 8), torch.tensor([4, 6], dtype=torch.int32)
+    metadata = fa3.get_scheduler_metadata(**{**SIZES, "cache_seqlens": lengths}, causal=True)
+    assert (metadata.dtype, metadata.shape) == (torch.int32, (0,))
+    q = torch.randn(2, 1, 2, 8)
+    plain, planned = (
+        fa3.flash_attn_with_kvcache(
+            q, cache, cache, cache_seqlens=lengths, causal=True, scheduler_metadata=given
+        )
+        for given in (None, metadata)
+    )
+    assert torch.equal(plain, planned)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error"),
+    [
+        ("attention_chunk", 4, NotImplementedError),
+        ("sm_margin", 8, NotImplementedError),
+        ("num_splits", -1, ValueError),
+        ("pack_gqa", 1, TypeError),
+        ("window_size", 5, TypeError),
+        ("causal", 1, TypeError),
+        ("has_softcap", None, TypeError),
+        ("max_seqlen_k", -1, ValueError),
+        ("headdim", "8", TypeError),
+        ("cache_seqlens", 6, TypeError),
+        ("cache_seqlens", TENSOR.long(), TypeError),
+        ("cache_seqlens", TENSOR[:1], ValueError),
+    ],
+)
+def test_bad_sizes_of_the_scheduler_are_named(name, value, error) -> None:
+    with pytest.raises(error, match=rf"^{name}\b"):
+        fa3.get_scheduler_metadata(**{**SIZES, name: value})
+
+
 ROWS = Q.flatten(0, 1)
 BAD_VARLEN = {
     "q": {"q": ROWS, "cu_seqlens_q": None},

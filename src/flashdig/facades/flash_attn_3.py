@@ -47,6 +47,7 @@ __all__ = [
     "flash_attn_qkvpacked_func",
     "flash_attn_varlen_func",
     "flash_attn_with_kvcache",
+    "get_scheduler_metadata",
 ]
 
 Window = tuple[int, int]
@@ -304,6 +305,58 @@ def flash_attn_combine(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`flashdig.facades.combine.combine`: attention over all keys from parts of them."""
     return combine(out_partial, lse_partial, out, out_dtype)
+
+
+def get_scheduler_metadata(
+    batch_size: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    num_heads_q: int,
+    num_heads_kv: int,
+    headdim: int,
+    cache_seqlens: torch.Tensor,
+    qkv_dtype: torch.dtype = torch.bfloat16,
+    headdim_v: int | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k_new: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None,
+    page_size: int | None = None,
+    max_seqlen_k_new: int = 0,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    attention_chunk: int = 0,
+    has_softcap: bool = False,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+) -> torch.Tensor:
+    """What `flash_attn_with_kvcache` takes as `scheduler_metadata`: empty, (0,) int32 on the device
+    of `cache_seqlens`, because flashdig schedules in the call itself.
+
+    Raises: what the call that it is made for would raise for `attention_chunk`, `sm_margin`,
+        `num_splits`, `pack_gqa` and `window_size`, and TypeError or ValueError for the sizes and
+        for a `cache_seqlens` that is not (batch_size,) int32.
+    """
+    check_hints(num_splits, pack_gqa)
+    _refuse_chunks_and_margins(attention_chunk, sm_margin)
+    checks.check_flags(causal=causal, has_softcap=has_softcap)
+    unlimited_if_negative(window_size)
+    for name, size in (
+        ("batch_size", batch_size),
+        ("max_seqlen_q", max_seqlen_q),
+        ("max_seqlen_k", max_seqlen_k),
+        ("num_heads_q", num_heads_q),
+        ("num_heads_kv", num_heads_kv),
+        ("headdim", headdim),
+        ("headdim_v", headdim_v),
+        ("page_size", page_size),
+        ("max_seqlen_k_new", max_seqlen_k_new),
+    ):
+        checks.check_max_seqlen(name, size)
+    if not isinstance(cache_seqlens, torch.Tensor):
+        raise TypeError(f"cache_seqlens must be a tensor, got {type(cache_seqlens).__name__}")
+    checks.check_integers("cache_seqlens", cache_seqlens, "(batch_size,)", (batch_size,))
+    return cache_seqlens.new_empty(0)
 
 
 def _unpacked_qkv(qkv: torch.Tensor, num_heads_q: int | None) -> tuple[torch.Tensor, ...]:
