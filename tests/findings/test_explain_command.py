@@ -113,7 +113,7 @@ def test_a_preset_from_its_folder(capsys, tmp_path) -> None:
         shutil.copy(DATA / f"{trace}.json.gz", tmp_path / f"{name}.json.gz")
         variants.append({"name": name, "trace": f"{name}.json.gz", "gate": "ok", "error": 0.01})
     variants.append({"name": "fa3", "trace": None, "gate": "not run: it is not installed"})
-    manifest = {"preset": "profiling-article", "variants": variants}
+    manifest = {"preset": "profiling-article", "variants": variants, "environment": {"gpu": "x"}}
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     record, page = tmp_path / "record.json", tmp_path / "page.html"
     code, out, _ = run(

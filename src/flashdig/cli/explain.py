@@ -225,15 +225,18 @@ def _of_preset(
     except UnreadableFileError as error:
         raise UnreadableInputError(str(error)) from error
     if record is not None:
-        from flashdig.bench.environment import collect, revision
         from flashdig.bench.results import new_run
         from flashdig.cli.record_output import keep
+        from flashdig.findings.presets import recorded_on
         from flashdig.findings.record_rows import record_rows
 
+        try:
+            environment, revision = recorded_on(folder)
+        except RecordingsError as error:
+            raise UnreadableInputError(str(error)) from error
         command = " ".join(["flashdig", *sys.argv[1:]])
-        keep(
-            record, preset.name, new_run(command, collect(), revision()), record_rows(preset, study)
-        )
+        run = new_run(command, environment, revision)
+        keep(record, preset.name, run, record_rows(preset, study))
     return study, guesses
 
 

@@ -25,6 +25,7 @@ from flashdig.bench.cell_gate import CellReference, cell_reference
 from flashdig.bench.cell_inputs import CellInputs, make_inputs
 from flashdig.bench.cells import Cell
 from flashdig.bench.competitors import Prepared, ours_for
+from flashdig.bench.environment import collect, revision
 from flashdig.bench.peers import peer
 from flashdig.bench.timing import Timing, time_rotated
 from flashdig.evidence.capture import NO_PERMISSION, record
@@ -44,7 +45,7 @@ ARTICLE = Cell(4, 16, 16, 2048, 2048, 64, 64, "bfloat16", causal=True)
 DUG = ("v1", "v2", "v2_transposed")
 # batch, heads, seqlen, head_dim of the archaeology article, in float32
 DUG_SHAPE = (10, 64, 1024, 64)
-# of the 2,000 columns that `--set full` writes: what the readers and the rules use
+# of the columns that Nsight Compute writes: what the readers and the rules use
 _KEPT_COLUMNS = re.compile(
     r"^(ID|Process ID|Kernel Name|Context|Stream|Block Size|Grid Size|Device|CC"
     r"|.*(Push/Pop|Start/Stop)_Range.*"
@@ -66,6 +67,36 @@ _KEPT_COLUMNS = re.compile(
     r"|smsp__cycles_elapsed\.(avg|max|sum)|smsp__inst_issued\.sum"
     r"|smsp__sass_average_data_bytes_per_sector_mem_global_op_(ld|st)\.ratio"
     r"|smsp__average_warp(s_issue_stalled_\w+_per_issue_active|_latency_per_inst_issued)\.ratio)$"
+)
+_SECTIONS = (
+    *("LaunchStats", "Occupancy", "SourceCounters", "WarpStateStats"),
+    "MemoryWorkloadAnalysis",  # requests of spilled registers
+)
+_ACTIVE = ".avg.pct_of_peak_sustained_active"
+_METRICS = (
+    *("gpu__time_duration.sum", "gpc__cycles_elapsed.max", "gpc__cycles_elapsed.avg.per_second"),
+    *("dram__bytes_read.sum", "dram__bytes_write.sum"),
+    "gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed",
+    *(f"lts__t_sectors{part}.sum" for part in ("", "_srcunit_tex")),
+    *(f"lts__t_sectors_srcunit_tex_op_{side}.sum" for side in ("read", "write")),
+    *("lts__t_sector_hit_rate.pct", "l1tex__t_sector_hit_rate.pct"),
+    *(
+        f"l1tex__data_{what}_mem_shared{side}.sum"
+        for what in ("pipe_lsu_wavefronts", "bank_conflicts_pipe_lsu")
+        for side in ("", "_op_ld", "_op_st")
+    ),
+    *(f"sm__pipe_{pipe}_cycles_active{_ACTIVE}" for pipe in ("tensor", "fma", "alu")),
+    *(f"sm__inst_executed_pipe_{pipe}{_ACTIVE}" for pipe in ("xu", "lsu")),
+    *("smsp__inst_executed.sum", "smsp__cycles_elapsed.avg"),
+    *(
+        f"smsp__sass_thread_inst_executed_op_{op}_pred_on.sum.per_cycle_elapsed"
+        for op in ("ffma", "fmul", "fadd")
+    ),
+    *(
+        f"smsp__sass_inst_executed_op_{space}_{side}.sum"
+        for space in ("shared", "local", "global")
+        for side in ("ld", "st")
+    ),
 )
 _NCU_TIMEOUT_S = 300.0
 
@@ -184,14 +215,19 @@ def record_steps(path: Path, call: Callable[[], object], steps: int = STEPS) -> 
 
 
 def write_manifest(folder: Path, preset: str, variants: Sequence[Variant]) -> None:
-    content = {"preset": preset, "variants": [vars(variant) for variant in variants]}
+    content = {
+        "preset": preset,
+        "environment": collect(),
+        "revision": revision(),
+        "variants": [vars(variant) for variant in variants],
+    }
     (folder / MANIFEST).write_text(json.dumps(content, indent=1) + "\n")
 
 
 def count_exhibits(
     names: Sequence[str], tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor], path: Path
 ) -> None:
-    """Nsight Compute's full set on one call of each exhibit; the columns of use, compressed.
+    """Nsight Compute on one call of each exhibit; the columns of use, compressed.
 
     Raises RecordingError, saying why, when nothing was counted.
     """
@@ -207,7 +243,9 @@ def count_exhibits(
         torch.save({"q": q, "k": k, "v": v}, Path(folder, "inputs.pt"))
         command = [
             ncu,
-            *("--set", "full", "--profile-from-start", "off", "--nvtx"),
+            *(word for section in _SECTIONS for word in ("--section", section)),
+            *("--metrics", ",".join(_METRICS)),
+            *("--profile-from-start", "off", "--nvtx"),
             *("--clock-control", "none", "--cache-control", "all", "--target-processes", "all"),
             *("--csv", "--page", "raw", "--print-units", "base", "--log-file", str(table)),
         ]

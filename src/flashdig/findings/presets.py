@@ -130,14 +130,8 @@ def read_manifest(folder: Path, preset: str) -> list[dict[str, Any]]:
 
     Raises RecordingsError.
     """
-    path = folder / MANIFEST
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise RecordingsError(f"{path}: {error.strerror or error}") from error
-    except ValueError as error:
-        raise RecordingsError(f"{path} is not JSON: {error}") from error
-    if not isinstance(content, dict) or content.get("preset") != preset:
+    path, content = folder / MANIFEST, _manifest(folder)
+    if content.get("preset") != preset:
         raise RecordingsError(f"{path} is not the manifest of the preset {preset!r}")
     variants = content.get("variants")
     if not isinstance(variants, list) or not all(
@@ -145,3 +139,28 @@ def read_manifest(folder: Path, preset: str) -> list[dict[str, Any]]:
     ):
         raise RecordingsError(f"{path}: variants must be a list of objects with a name")
     return variants
+
+
+def recorded_on(folder: Path) -> tuple[dict[str, Any], str | None]:
+    """The environment that a folder was recorded in, and the revision that recorded it.
+
+    Raises RecordingsError where the manifest does not say.
+    """
+    content = _manifest(folder)
+    environment, revision = content.get("environment"), content.get("revision")
+    if not isinstance(environment, dict):
+        raise RecordingsError(f"{folder / MANIFEST} does not say on what it was recorded")
+    return environment, revision if isinstance(revision, str) else None
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    path = folder / MANIFEST
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RecordingsError(f"{path}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise RecordingsError(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise RecordingsError(f"{path} must hold an object")
+    return content
