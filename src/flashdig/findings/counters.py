@@ -149,9 +149,12 @@ def register_spills(counted: Counted) -> list[Finding]:
         return []
     share = requests / instructions
     few = share < _SPILL_LIMIT
+    waiting = kernel.stalls.share("long_scoreboard")
+    waits = "" if waiting is None else f", and warps wait for memory for {percent(waiting)}"
     return [
         Finding(
             rule="register-spills",
+            device_ns=None if few or waiting is None else waiting * (kernel.duration_ns or 0),
             verdict="fine" if few else "slow",
             claim=(
                 f"{requests:,.0f} memory requests come from spilled registers, "
@@ -159,8 +162,8 @@ def register_spills(counted: Counted) -> list[Finding]:
                 + (
                     ": they cost at most that part of the issue slots."
                     if few
-                    else f". {kernel.registers_per_thread} registers a thread are not enough for "
-                    "the tile."
+                    else f"{waits}. {kernel.registers_per_thread} registers a thread are not "
+                    "enough for the tile."
                 )
             ),
             where=counted.subject,

@@ -29,6 +29,7 @@ _EXPLAINS: dict[str, tuple[str, ...]] = {
         *("math-fallback", "slower-backend", "products-on-cuda-cores", "hidden-mask-copy"),
         *("repeated-heads", "float32-attention", "decode-without-split", "small-grid"),
         *("tail-wave", "causal-imbalance", "padded-head-dim", "mask-converted"),
+        "register-spills",
     ),
     "host time": ("cudnn-planning", "wrapper-cost", "math-fallback", "hidden-mask-copy"),
     "occupancy as recorded": (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -201,11 +201,17 @@ def _preset_section(
     device: Device | None,
 ) -> Section:
     findings = find_in_trace(recording.trace, recording.summary)
-    explanations = explain(recording, findings, [guesses.get(name)])[:1]
-    if counted:
+    if not counted:
+        explanations = explain(recording, findings, [guesses.get(name)])[:1]
+    else:
         main, *beside = counted
         (one,) = counted_kernels([main], device or _device(recording), subjects=[name])
-        own = [found for rule in COUNTER_RULES.values() for found in rule(one)]
+        own = [
+            replace(found, calls=tuple(recording.calls))
+            for rule in COUNTER_RULES.values()
+            for found in rule(one)
+        ]
+        explanations = explain(recording, [*findings, *own], [guesses.get(name)])[:1]
         given = guesses.get(name)
         if given is not None:
             rows = counted_rows(main, given, own, beside)
