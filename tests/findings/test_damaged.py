@@ -62,7 +62,7 @@ def damaged(name: str, seed: int) -> dict[str, object]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_damaged_traces(name) -> None:
-    for seed in range(int(os.environ.get("FUZZ_EXAMPLES", "12"))):
+    for seed in range(int(os.environ.get("FUZZ_EXAMPLES", "6"))):
         with tempfile.NamedTemporaryFile(suffix=".json") as file:
             file.write(json.dumps(damaged(name, seed)).encode())
             file.flush()

@@ -53,7 +53,7 @@ CASES = {
     ),
     "host-bound-call": (["attn_fa3"], ["attn_sdpa_flash", "attn_sdpa_cudnn"]),
     "cudnn-planning": (["attn_sdpa_cudnn", "models/vit_sdpa_train"], ["attn_sdpa_flash"]),
-    "wrapper-cost": (["attn_fa3"], ["attn_sdpa_cudnn"]),
+    "wrapper-cost": (["attn_fa3"], ["attn_sdpa_cudnn", "attn_train_flex"]),
     "decode-without-split": (
         ["findings/decode.before"],
         ["findings/decode.after", "model_llama_sdpa_generate"],

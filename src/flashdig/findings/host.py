@@ -21,6 +21,8 @@ from flashdig.readers.steps import find_steps
 
 _LAUNCH_BOUND_SHARE = 0.3
 _LEAST_PLANNING = 0.005
+# host time that the device hides is worth a word from here on
+_NOTABLE_NS = 100_000
 _PLANNED_ANEW_NS = 1_000_000
 _COMPILING = (
     "compile_inner",
@@ -246,6 +248,8 @@ def wrapper_cost(recording: Recording) -> list[Finding]:
         if around < 0.3 * (call.host_ns or 0) or around < 30_000 or group.count < 2:
             continue
         hidden = device > host
+        if hidden and around < _NOTABLE_NS:
+            continue
         found.append(
             Finding(
                 rule="wrapper-cost",
