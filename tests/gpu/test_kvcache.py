@@ -1,4 +1,4 @@
-"""Attention over a cache on a GPU: graphs whose lengths change, invariance, fp8, latent attention."""
+"""Attention over a cache on a GPU: graphs with new lengths, invariance, fp8, latent attention."""
 
 import math
 

@@ -13,6 +13,7 @@ import math
 import random
 import shlex
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,8 @@ from flashdig.bench.timing import Timing, median_ratio, time_rotated
 SUITE = "decode"
 NUM_HEADS, NUM_HEADS_KV, HEAD_DIM = 32, 8, 128
 PEERS = ("fa3", "sdpa_cudnn", "sdpa_flash", "fa4")
+# schedules of ours: the one that a call gets, and others
+VARIANTS = ("chosen", "separate launch", "dealt out, 128 keys", "dealt out, 64 keys", "64 keys")
 CACHES = ("dense", "page 16", "page 64")
 SEED = 2026
 
@@ -127,6 +130,36 @@ def _ours(x: Inputs) -> Call | str:
     )
 
 
+def _variant(x: Inputs, name: str) -> Call | str:
+    """One of ours by its launcher, with a schedule other than the chosen one."""
+    from flashdig.kernels.triton.decode_choose import DecodeTile
+    from flashdig.kernels.triton.decode_launch import cache_attention
+
+    paged = int(x.page_table is not None)
+    schedules: dict[str, dict[str, Any]] = {
+        "separate launch": {"dependent_launch": False},
+        "dealt out, 128 keys": {"tile": DecodeTile(16, 128, 4, 3 + paged, 1), "balanced": True},
+        "dealt out, 64 keys": {"tile": DecodeTile(16, 64, 4, 3 + paged, 2), "balanced": True},
+        "64 keys": {"tile": DecodeTile(16, 64, 4, 3 + 2 * paged, 2)},
+    }
+    settings = schedules[name]
+    num_splits = 0
+    if name == "64 keys":  # two programs a multiprocessor
+        num_splits = max(1, round(264 / (len(x.lengths) * NUM_HEADS_KV)))
+    rest = (None,) * 9
+
+    def call() -> Any:
+        out, _ = cache_attention(
+            x.q, x.k, x.v, x.seqlens, None, None, x.page_table, *rest,
+            softmax_scale=HEAD_DIM**-0.5, softcap=0.0, window_left=-1, window_right=0,
+            top_left=False, allow_tf32=False, seqlen_new=0, num_splits=num_splits,
+            batch_invariant=False, **settings,
+        )  # fmt: skip
+        return out
+
+    return call
+
+
 def _fa3(x: Inputs) -> Call | str:
     from flash_attn_interface import flash_attn_with_kvcache  # type: ignore[import-not-found]
 
@@ -166,8 +199,8 @@ def _sdpa(x: Inputs, backend: str) -> Call | str:
 def call_of(name: str, inputs: Inputs) -> Call | str:
     """A competitor's call, or why there is none."""
     try:
-        if name == "flashdig":
-            return _ours(inputs)
+        if name in VARIANTS:
+            return _ours(inputs) if name == "chosen" else _variant(inputs, name)
         if name == "fa3":
             return _fa3(inputs)
         if name == "fa4":
@@ -208,7 +241,7 @@ class Reference:
 
 
 def measure(
-    cell: DecodeCell, cache: str, peers: Sequence[str], settings: Mapping[str, Any]
+    cell: DecodeCell, cache: str, names: Sequence[str], settings: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
     """A row for each competitor; those that are wrong or raise have no time."""
     import torch
@@ -216,7 +249,7 @@ def measure(
     inputs = make_inputs(cell, cache)
     reference = Reference(inputs)
     rows, calls = {}, {}
-    for name in ("flashdig", *peers):
+    for name in names:
         call = call_of(name, inputs)
         if isinstance(call, str):
             continue
@@ -261,8 +294,9 @@ def _row(cell: DecodeCell, cache: str, inputs: Inputs, name: str) -> dict[str, A
             "cache": cache,
             "keys": sum(inputs.lengths),
             "cache_bytes": inputs.cache_bytes,
+            **({"schedule": name} if name in VARIANTS else {}),
         },
-        "backend": "triton" if name == "flashdig" else name,
+        "backend": "triton" if name in VARIANTS else name,
         "gate": "not run",
     }
 
@@ -271,13 +305,13 @@ def line_of(rows: Sequence[Mapping[str, Any]]) -> str:
     """One cell for people: times, bandwidths, and the ratio to the best peer."""
     words = []
     for row in rows:
+        name = row["features"].get("schedule", row["backend"])
         if "ms" in row:
-            words.append(f"{row['backend']} {1e3 * row['ms']:.1f} us {row['tb_per_s']:.2f} TB/s")
+            words.append(f"{name} {1e3 * row['ms']:.1f} us {row['tb_per_s']:.2f} TB/s")
         else:
-            words.append(f"{row['backend']}: {row.get('notes', row['gate'])[:60]}")
-    ours, *peers = rows
-    timed = [row for row in peers if "ms" in row]
-    features = ours["features"]
+            words.append(f"{name}: {row.get('notes', row['gate'])[:60]}")
+    ours, features = rows[0], rows[0]["features"]
+    timed = [row for row in rows if "ms" in row and row["backend"] != "triton"]
     line = f"{features['cell']:>10} {features['cache']:>8}: {'; '.join(words)}"
     if "ms" in ours and timed:
         best = min(timed, key=lambda row: row["ms"])
@@ -291,10 +325,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m flashdig.bench.decode")
     parser.add_argument("--output", type=Path, help="record to append the run to")
     parser.add_argument("--peers", nargs="*", default=list(PEERS), choices=PEERS)
+    parser.add_argument("--schedules", nargs="*", default=["chosen"], choices=VARIANTS)
     parser.add_argument("--caches", nargs="*", default=list(CACHES), choices=CACHES)
     parser.add_argument("--cells", nargs="*", help="names such as 1x8k; default: all")
     parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--target-ms", type=float, default=1.0)
+    parser.add_argument("--target-ms", type=float, default=0.5)
+    parser.add_argument("--time-limit", type=float, help="no cell begins after so many seconds")
     parser.add_argument("--clock", choices=("graph", "host"), default="graph")
     given = parser.parse_args(arguments)
     names = [cell.name for cell in CELLS]
@@ -309,11 +345,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "l2": "cold" if given.clock == "graph" else "warm",
     }
     rows: list[dict[str, Any]] = []
+    begun = time.monotonic()
     for cell in CELLS:
         for cache in given.caches:
-            if given.cells and cell.name not in given.cells:
+            late = given.time_limit is not None and time.monotonic() - begun > given.time_limit
+            if late or (given.cells and cell.name not in given.cells):
                 continue
-            found = measure(cell, cache, given.peers, settings)
+            found = measure(cell, cache, (*given.schedules, *given.peers), settings)
             print(line_of(found), flush=True)
             rows += found
     if given.output is not None:

@@ -16,6 +16,18 @@ PARTS_AT_ONCE = tl.constexpr(16)
 
 
 @triton.jit
+def launch_the_next():
+    """Let the next kernel's programs start beside this one's; they wait before they read."""
+    tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_the_last():
+    """Wait until the kernel before has ended and its results can be read."""
+    tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
 def with_sink(out, lse, sink):
     """Rows of attention with their sinks' logits (natural units) in the softmax."""
     largest = tl.maximum(lse, sink)
@@ -78,6 +90,7 @@ def flashdig_combine(
     GROUP: tl.constexpr,
     PACKED: tl.constexpr,
     SINKS: tl.constexpr,
+    EARLY: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
     program = tl.program_id(0)
@@ -90,6 +103,8 @@ def flashdig_combine(
     row = start_row + row_of_tile
     if row >= length_q * GROUP:
         return
+    if EARLY:
+        wait_for_the_last()
     offs_s = tl.arange(0, PARTS_AT_ONCE)
     offs_dv = tl.arange(0, BLOCK_DV)
     first = (slot.to(tl.int64) * num_heads_kv + head_kv) * BLOCK_M + row_of_tile

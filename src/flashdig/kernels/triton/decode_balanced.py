@@ -12,7 +12,13 @@ second place the pair that it begins and does not end, in its first the one that
 import triton
 import triton.language as tl
 
-from flashdig.kernels.triton.combine import PARTS_AT_ONCE, store_rows, with_sink
+from flashdig.kernels.triton.combine import (
+    PARTS_AT_ONCE,
+    launch_the_next,
+    store_rows,
+    wait_for_the_last,
+    with_sink,
+)
 from flashdig.kernels.triton.decode import attend_rows
 from flashdig.kernels.triton.decode_arguments import UNSPECIALIZED, combine_name, decode_name
 from flashdig.kernels.triton.paged import key_extent, seen_by_tile
@@ -168,11 +174,14 @@ def flashdig_decode_balanced(
     SINKS: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
     SPLIT: tl.constexpr,
+    EARLY: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
+    if EARLY:
+        launch_the_next()
     program = tl.program_id(0)
     tiles, ends, of_head = _all_tiles(
         seqlens_ptr,
@@ -350,6 +359,7 @@ def flashdig_combine_balanced(
     LEFT: tl.constexpr,
     RIGHT: tl.constexpr,
     SINKS: tl.constexpr,
+    EARLY: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -387,6 +397,8 @@ def flashdig_combine_balanced(
     last = _program_of(tile + own - 1, total, programs)
     if first == last:
         return
+    if EARLY:
+        wait_for_the_last()
     offs_p = tl.arange(0, PARTS_AT_ONCE)
     offs_dv = tl.arange(0, BLOCK_DV)
     # program `first` left its part in its second place, the others in their first one

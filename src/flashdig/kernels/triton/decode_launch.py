@@ -17,11 +17,13 @@ from flashdig.kernels.triton.decode_balanced import (
     flashdig_decode_balanced,
 )
 from flashdig.kernels.triton.decode_choose import (
+    CROWD,
     INVARIANT_SPLIT,
     MAX_BALANCED_BATCH,
     MAX_SPLITS,
     PART_BYTES,
     DecodeTile,
+    block_rows,
     choose_decode_tile,
     choose_splits,
 )
@@ -57,6 +59,7 @@ def cache_attention(
     out_dtype: torch.dtype | None = None,
     tile: DecodeTile | None = None,
     balanced: bool | None = None,
+    dependent_launch: bool | None = None,
     arch: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of queries over a cache that already holds every key; arguments were checked.
@@ -72,6 +75,8 @@ def cache_attention(
         num_splits: parts of the keys; 0 chooses.
         batch_invariant: parts and tiles of fixed sizes, so that no bit of a row depends on others.
         balanced: deal keys out evenly to the programs that fit the chip; None chooses.
+        dependent_launch: the kernel that joins parts is launched before the other has ended, and
+            waits on the device (programmatic dependent launch, sm_90 and later); None chooses.
         tile, arch: other than the ones that the device gets.
 
     Returns: out (as q with head_dim_v), and lse (batch, num_heads, seqlen_q) or (num_heads,
@@ -109,26 +114,37 @@ def cache_attention(
         if make_lse is None  # slack rows of packed input belong to no program
         else make_lse(call.lse_shape, float("-inf"), device=q.device)
     )
-    arch = arch or architecture_of(q.device)
     if tile is None:
-        tokens = call.seqlen_q if not call.packed else -(-call.seqlen_q // call.batch)
-        tile = choose_decode_tile(
-            arch,
-            q.element_size() if q.element_size() > 1 else 2,
-            k.element_size(),
-            q.shape[-1],
-            v.shape[-1],
-            tokens * call.group_size,
-            call.group_size,
-            batch_invariant,
-        )
+        tile = _tile(call, arch or architecture_of(q.device), batch_invariant)
     if balanced is None:
-        balanced = num_splits == 0 and not batch_invariant and _fits_one_tile(call, tile)
+        balanced = False
+    if dependent_launch is None:
+        dependent_launch = _has_dependent_launch(q.device)
     if balanced:
-        _launch_balanced(call, tile, out, lse)
+        _launch_balanced(call, tile, out, lse, dependent_launch)
         return out, lse
-    _launch(call, tile, _splits(call, tile, num_splits, batch_invariant), batch_invariant, out, lse)
+    splits = _splits(call, tile, num_splits, batch_invariant)
+    _launch(call, tile, splits, batch_invariant, out, lse, dependent_launch)
     return out, lse
+
+
+def _tile(call: CacheCall, arch: str, batch_invariant: bool) -> DecodeTile:
+    tokens = -(-call.seqlen_q // call.batch) if call.packed else call.seqlen_q
+    head_dims = (call.q.shape[-1], call.v.shape[-1])
+    element_bytes = max(2, call.q.element_size())  # fp8 queries are read as float16
+    sizes = (tokens * call.group_size, call.group_size)
+    block_m = block_rows(arch, element_bytes, *head_dims, *sizes, batch_invariant=batch_invariant)
+    tiles = call.slots(block_m) * call.num_heads_kv
+    return choose_decode_tile(
+        arch,
+        element_bytes,
+        call.k.element_size(),
+        *head_dims,
+        *sizes,
+        paged=call.page_table is not None,
+        crowded=tiles >= CROWD * _multiprocessors(call.q.device),
+        batch_invariant=batch_invariant,
+    )
 
 
 def _splits(call: CacheCall, tile: DecodeTile, num_splits: int, batch_invariant: bool) -> int:
@@ -140,7 +156,7 @@ def _splits(call: CacheCall, tile: DecodeTile, num_splits: int, batch_invariant:
         splits = min(num_splits, key_tiles, MAX_SPLITS)
     else:
         processors = _multiprocessors(call.q.device)
-        splits = choose_splits(tiles, call.capacity, tile.block_n, processors, tile.resident)
+        splits = choose_splits(tiles, call.capacity, tile.block_n, processors)
     row = 4 * tile.block_m * call.v.shape[-1]
     return max(1, min(splits, PART_BYTES // max(1, tiles * row)))
 
@@ -152,6 +168,7 @@ def _launch(
     batch_invariant: bool,
     out: torch.Tensor,
     lse: torch.Tensor,
+    dependent_launch: bool,
 ) -> None:
     arguments = call.arguments(fp8_hardware=_fp8_hardware(call.q.device))
     split = splits > 1 or batch_invariant
@@ -177,6 +194,7 @@ def _launch(
             splits=splits,
             SPLIT=split,
             SPLIT_SIZE=INVARIANT_SPLIT if batch_invariant else 0,
+            EARLY=split and dependent_launch,
             ONE_PHASE=batch_invariant or tile.block_m < 64,
             BLOCK_M=tile.block_m,
             BLOCK_N=tile.block_n,
@@ -196,7 +214,9 @@ def _launch(
                 slots=count,
                 splits=splits,
                 BLOCK_M=tile.block_m,
+                EARLY=dependent_launch,
                 num_warps=4,
+                launch_pdl=dependent_launch,
             )
 
 
@@ -206,7 +226,11 @@ def _fits_one_tile(call: CacheCall, tile: DecodeTile) -> bool:
 
 
 def _launch_balanced(
-    call: CacheCall, tile: DecodeTile, out: torch.Tensor, lse: torch.Tensor
+    call: CacheCall,
+    tile: DecodeTile,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dependent_launch: bool,
 ) -> None:
     arguments = call.arguments(fp8_hardware=_fp8_hardware(call.q.device))
     block_dv = arguments["BLOCK_DV"]
@@ -220,7 +244,7 @@ def _launch_balanced(
         "part_ptr": part,
         "part_lse_ptr": part_lse,
         "programs": programs,
-        "BLOCK_B": triton.next_power_of_2(call.batch),
+        "BLOCK_B": max(128, triton.next_power_of_2(call.batch)),
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
     }
@@ -228,6 +252,7 @@ def _launch_balanced(
         **arguments,
         **shared,
         SPLIT=True,
+        EARLY=dependent_launch,
         NUM_STAGES=tile.num_stages,
         num_warps=tile.num_warps,
     )
@@ -238,7 +263,9 @@ def _launch_balanced(
     flashdig_combine_balanced[(check_grid(rows),)](
         **{name: arguments[name] for name in (*kept, *sizes, *constants)},
         **shared,
+        EARLY=dependent_launch,
         num_warps=4,
+        launch_pdl=dependent_launch,
     )
 
 
@@ -260,6 +287,10 @@ def _contiguous(x: torch.Tensor | None) -> Any:
 def _fp8_hardware(device: torch.device) -> bool:
     """Whether the chip converts e4m3 itself."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def _has_dependent_launch(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @functools.cache
