@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Hashable
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from flashdig.checks import FP8_DTYPES
 from flashdig.kernels.plans import ALIGNMENT, Kept, Plan, plan_key
-from flashdig.ops.attention import TENSORS, planned_forward, run_planned
+from flashdig.ops.attention import TENSORS, differentiable, planned_forward
 from flashdig.ops.eager import is_plain, unwatched
 from flashdig.packing import Packing, values_are_checked
 from flashdig.validate import tf32_allowed
@@ -52,19 +52,29 @@ class KeptCall:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """out and lse."""
         seed = draw_seed(q.device) if self.dropout else None
-        results = run_planned(
-            self.plan, self.tail, q, k, v, bias, alibi_slopes, sinks, seed, *lengths
-        )
-        return cast("tuple[torch.Tensor, torch.Tensor]", results)
+        if torch.is_grad_enabled() and (
+            q.requires_grad
+            or k.requires_grad
+            or v.requires_grad
+            or (bias is not None and bias.requires_grad)
+            or (sinks is not None and sinks.requires_grad)
+        ):
+            out, lse = differentiable(
+                self.plan, self.tail, q, k, v, bias, sinks, alibi_slopes, (seed, *lengths)
+            )
+        else:
+            out, lse = self.plan(q, k, v, bias, alibi_slopes, sinks, seed, *lengths)
+        return out, lse
 
 
 def find(key: Key | None) -> KeptCall | None:
     if key is None:
         return None
     try:
-        return cast("KeptCall | None", _kept.get(key))
+        found: KeptCall | None = _kept.get(key)
     except TypeError:  # an argument that no key can hold is none that is allowed
         return None
+    return found
 
 
 def keep(key: Key, inputs: tuple[Any, ...]) -> None:

@@ -118,8 +118,9 @@ def _first_calls(cell: Cell, folders: Sequence[str]) -> list[dict[str, Any]]:
                 raise FirstCallError(f"a process did not start: {said.strip()[-500:]}")
         for worker in workers:
             assert worker.stdin is not None
-            worker.stdin.write("go\n")
-            worker.stdin.flush()
+            with contextlib.suppress(BrokenPipeError):  # it is dead: its answer says why
+                worker.stdin.write("go\n")
+                worker.stdin.flush()
         return [_answer(worker) for worker in workers]
 
 

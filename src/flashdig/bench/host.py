@@ -17,7 +17,7 @@ from flashdig.bench.cells import Cell
 from flashdig.bench.competitors import Attention, ours_call
 from flashdig.bench.environment import Clocks, clocks_now
 from flashdig.bench.host_parts import parts_of
-from flashdig.bench.meters import MAX_HOST_REPETITIONS_ON_GPU, Call, HostMeter
+from flashdig.bench.meters import MAX_HOST_REPETITIONS_ON_GPU, Call, HostMeter, Prepared
 from flashdig.bench.peers import peer
 from flashdig.bench.results import Row, timing_fields
 from flashdig.bench.run_suite import Found, Plan, measure_cell
@@ -46,7 +46,9 @@ CELL = Cell(
     dtype="bfloat16",
     causal=True,
 )
-TARGET_MS = 2.0
+# as many calls in a measurement as a stream accepts ahead of the GPU, unless they take longer
+TARGET_MS = 20.0
+WARM_UP_CALLS = 30
 
 Surroundings = Callable[[], contextlib.AbstractContextManager[object]]
 Progress = Callable[[str], None]
@@ -65,7 +67,12 @@ class HostCall:
 
 
 class SurroundedMeter(HostMeter):
-    """Times what `HostCall` holds inside of its surroundings."""
+    """Times what `HostCall` holds inside of its surroundings, after so many calls that caches are
+    warm and the threads of autograd awake: how long one call takes is asked only then."""
+
+    def prepare(self, call: Call) -> Prepared:
+        self.milliseconds(call, WARM_UP_CALLS)
+        return super().prepare(call)
 
     def milliseconds(self, call: Call, repetitions: int) -> float:
         if not isinstance(call, HostCall):

@@ -103,18 +103,6 @@ def planned_backward(inputs: tuple[Any, ...]) -> Plan | None:
     return plan_of(make, ("backward", backend), tensors, (*settings, wanted))
 
 
-def run_planned(plan: Plan, tail: tuple[Any, ...], *tensors: Any) -> Any:
-    """out and lse as `attention_op` gives them, past torch's dispatcher.
-
-    Args:
-        plan: of these tensors; tail: the operator's inputs behind its tensors.
-    """
-    if not _takes_gradient(tensors):
-        return plan(*tensors)
-    q, k, v, bias, slopes, sinks, *rest = tensors
-    return _apply_planned(plan, tail, q, k, v, bias, sinks, slopes, rest)
-
-
 def _backward_op(*inputs: Any) -> tuple[torch.Tensor, ...]:
     operator = torch.ops.flashdig.attention_backward.default
     call: Any = _AttentionBackwardFunction.apply if _under_transform() else operator
@@ -299,7 +287,7 @@ class _PlannedAttentionFunction(torch.autograd.Function):
         bias: torch.Tensor | None,
         sinks: torch.Tensor | None,
         slopes: torch.Tensor | None,
-        rest: list[torch.Tensor | None],
+        rest: tuple[torch.Tensor | None, ...],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         tensors = (q, k, v, bias, slopes, sinks, *rest)
         output: tuple[torch.Tensor, torch.Tensor] = plan(*tensors)
@@ -318,8 +306,10 @@ class _PlannedAttentionFunction(torch.autograd.Function):
         return (None, None, *(next(found) if want else None for want in wanted), None, None)
 
 
-# without looking for wrappers of torch.func in the arguments: kept calls have none
-_apply_planned: Any = super(torch.autograd.Function, _PlannedAttentionFunction).apply
+# (plan, the operator's inputs behind its tensors, q, k, v, bias, sinks, alibi_slopes, the other
+# tensors) -> out and lse, past the dispatcher; autograd's own `apply` would first look for wrappers
+# of torch.func, which kept calls have none of
+differentiable: Any = super(torch.autograd.Function, _PlannedAttentionFunction).apply
 
 
 def _backward_past_dispatcher(inputs: tuple[Any, ...]) -> Any:
