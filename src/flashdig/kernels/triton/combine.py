@@ -23,7 +23,10 @@ def launch_the_next():
 
 @triton.jit
 def wait_for_the_last():
-    """Wait until the kernel before has ended and its results can be read."""
+    """Wait until the kernel before has ended and its results can be read.
+
+    Every program does: whoever comes next waits for this kernel alone.
+    """
     tl.extra.cuda.gdc_wait()
 
 
@@ -101,10 +104,10 @@ def flashdig_combine(
         slot + first_slot, cu_q_ptr, used_q_ptr, batch, seqlen_q, GROUP, BLOCK_M, PACKED
     )
     row = start_row + row_of_tile
-    if row >= length_q * GROUP:
-        return
     if EARLY:
         wait_for_the_last()
+    if row >= length_q * GROUP:
+        return
     offs_s = tl.arange(0, PARTS_AT_ONCE)
     offs_dv = tl.arange(0, BLOCK_DV)
     first = (slot.to(tl.int64) * num_heads_kv + head_kv) * BLOCK_M + row_of_tile

@@ -395,10 +395,10 @@ def flashdig_combine_balanced(
     tile = before * num_heads_kv + head_kv * own
     first = _program_of(tile, total, programs)
     last = _program_of(tile + own - 1, total, programs)
-    if first == last:
-        return
     if EARLY:
         wait_for_the_last()
+    if first == last:
+        return
     offs_p = tl.arange(0, PARTS_AT_ONCE)
     offs_dv = tl.arange(0, BLOCK_DV)
     # program `first` left its part in its second place, the others in their first one
