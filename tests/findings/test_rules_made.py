@@ -1,7 +1,9 @@
 """Rules that no committed recording shows, on recordings made by hand; each with its opposite."""
 
 from flashdig.findings import find_in_trace
+from flashdig.findings.elsewhere import low_clock
 from flashdig.findings.finding import Finding
+from flashdig.hardware.devices import find_device
 from flashdig.readers.model import Trace
 from tests.findings.made import GEMM, flash_call, flat, read
 from tests.trace_files import host, kernel
@@ -104,3 +106,15 @@ def test_compiled_in_loop(tmp_path) -> None:
     assert found(read(tmp_path, steps(0)), "compiled-in-loop") == []
     # a look-up of what is compiled already takes microseconds
     assert found(read(tmp_path, steps(40)), "compiled-in-loop") == []
+
+
+def test_low_clock() -> None:
+    device = find_device("h200")
+    (finding,) = low_clock(device, 1410.0, 690.0, 700.0)
+    assert "power holds it down" in finding.claim
+    (finding,) = low_clock(device, 1410.0, 300.0, 700.0)
+    assert "not power" in finding.claim
+    (finding,) = low_clock(device, 1410.0)
+    assert "was not read" in finding.claim
+    assert low_clock(device, 1935.0, 690.0, 700.0) == []
+    assert low_clock(device, None) == []

@@ -7,12 +7,15 @@ from statistics import median
 from flashdig.costs.units import percent, seconds
 from flashdig.findings.finding import Finding, Number
 from flashdig.findings.recording import Recording, main_kernel, place
+from flashdig.hardware.devices import Device
 from flashdig.readers.kernel_names import decode
 from flashdig.readers.model import Kernel
 
 _SMALL_SHARE = 0.2
 _DRIFT = 0.08
 _LEAST_RUNS = 24
+_LOW_CLOCK = 0.9
+_AT_POWER_LIMIT = 0.95
 _WORDS = {
     "matmul": "matrix products",
     "elementwise": "elementwise kernels",
@@ -109,3 +112,39 @@ def _alike(recording: Recording) -> dict[tuple[str, object, object], list[Kernel
             key = (kernel.name, kernel.configuration, call.sizes)
             found.setdefault(key, []).append(kernel)
     return found
+
+
+def low_clock(
+    device: Device,
+    sm_clock_mhz: float | None,
+    power_w: float | None = None,
+    power_limit_w: float | None = None,
+) -> list[Finding]:
+    """The SM clock, as a sensor read it while a kernel ran, lies well below the chip's highest.
+
+    Not a rule of traces, which hold no clocks: for measurements that come with sensor readings.
+    """
+    highest = device.highest_clock_hz / 1e6
+    if sm_clock_mhz is None or sm_clock_mhz >= _LOW_CLOCK * highest:
+        return []
+    cause = "; whether power or heat holds it down was not read"
+    numbers = [Number("SM clock", sm_clock_mhz * 1e6, "Hz", "sensor, while the kernel ran")]
+    if power_w is not None and power_limit_w:
+        at_limit = power_w >= _AT_POWER_LIMIT * power_limit_w
+        cause = f" at {power_w:.0f} W of {power_limit_w:.0f} W allowed: " + (
+            "power holds it down" if at_limit else "heat or a clock limit holds it down, not power"
+        )
+    return [
+        Finding(
+            rule="low-clock",
+            verdict="check",
+            claim=(
+                f"The SM clock was {sm_clock_mhz:,.0f} MHz, "
+                f"{percent(sm_clock_mhz / highest)} of the chip's highest{cause}. Compare times "
+                "only with others at that clock."
+            ),
+            where=device.name,
+            numbers=tuple(numbers),
+            confidence="likely",
+        )
+    ]

@@ -153,6 +153,12 @@ def recorded_on(folder: Path) -> tuple[dict[str, Any], str | None]:
     return environment, revision if isinstance(revision, str) else None
 
 
+def environment_of(folder: Path) -> dict[str, Any]:
+    """What the manifest says of the machine; empty where it says nothing."""
+    environment = _manifest(folder).get("environment")
+    return environment if isinstance(environment, dict) else {}
+
+
 def _manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     try:

@@ -12,10 +12,17 @@ from typing import Any
 from flashdig.findings.articles import ArticleRow, against_article, of_variant
 from flashdig.findings.counted_rows import counted_rows
 from flashdig.findings.counters import COUNTER_RULES, counted_kernels
+from flashdig.findings.elsewhere import low_clock
 from flashdig.findings.explanation import UNEXPLAINED, Explanation, Row, explain
 from flashdig.findings.finding import Finding, in_order
 from flashdig.findings.guess import Guess, guess
-from flashdig.findings.presets import COUNTERS, ArticlePreset, RecordingsError, read_manifest
+from flashdig.findings.presets import (
+    COUNTERS,
+    ArticlePreset,
+    RecordingsError,
+    environment_of,
+    read_manifest,
+)
 from flashdig.findings.recording import Recording
 from flashdig.findings.rules import find_in_trace
 from flashdig.hardware.detect import device_of_name
@@ -170,6 +177,7 @@ def study_preset(
     kernels = read_ncu(str(counters)) if preset.counters and counters.is_file() else []
     if preset.counters and not kernels:
         raise RecordingsError(f"{counters} does not exist: this preset is about counters")
+    limit = environment_of(folder).get("power_limit_w")
     recordings: dict[str, Recording] = {}
     mains: dict[str, NcuKernel] = {}
     sections = []
@@ -187,7 +195,8 @@ def study_preset(
         counted = of_variant(kernels, name)
         if counted:
             mains[name] = counted[0]
-        sections.append(_preset_section(name, facts, recordings[name], counted, guesses, device))
+        section = _preset_section(name, facts, recordings[name], counted, guesses, device)
+        sections.append(_with_clock(section, device, limit))
     article = against_article(preset, recordings, mains, device)
     return Study(preset.title, tuple(sections), tuple(article), guessed_at)
 
@@ -218,6 +227,15 @@ def _preset_section(
             explanations.append(Explanation(f"{name}: counters", 1, given, rows))
         findings += own
     return Section(name, tuple(explanations), tuple(in_order(findings)), facts=facts)
+
+
+def _with_clock(section: Section, device: Device | None, limit: object) -> Section:
+    """The section with what the sensors say of the clock at which it was timed."""
+    if device is None:
+        return section
+    clock, power = section.facts.get("sm_clock_mhz"), section.facts.get("power_w")
+    found = low_clock(device, clock, power, limit if isinstance(limit, int | float) else None)
+    return replace(section, findings=tuple(in_order([*section.findings, *found])))
 
 
 def _device(recording: Recording) -> Device | None:
