@@ -29,6 +29,12 @@ def padded(head_dim: int) -> int:
     raise ValueError(f"head_dim must be at most {max(BLOCKS)}, got {head_dim}")
 
 
+def fits_into(head_dim: int, other: int) -> bool:
+    """A tile of one width fits into the memory of a tile of the other, block by block."""
+    blocks, others = BLOCKS[padded(head_dim)], BLOCKS[padded(other)]
+    return blocks[0] == others[0] and blocks[1] in (0, others[1])
+
+
 def taken_by_tma(x: torch.Tensor) -> torch.Tensor:
     """x, or a copy of it where its address or strides are none that TMA takes."""
     unit = _ALIGNMENT // x.element_size()
@@ -49,7 +55,8 @@ def tiles_of(
         x: dense (batch, seqlen, heads, head_dim) or packed (total, heads, head_dim).
         tile_rows: rows that are copied at once.
         seqlen: rows of a dense x that are there; None is all.
-        group: query heads that share a KV head, to be copied together; dense x only.
+        group: query heads that share a KV head, to be copied together; of a packed x a power of
+            two, since a tile of more rows would reach into the next group.
     """
     form = _packed if x.dim() == 3 else _dense if group == 1 else _grouped
     shape, strides, rows = form(x, tile_rows, seqlen, group)
@@ -86,8 +93,12 @@ def _grouped(x: torch.Tensor, tile_rows: int, seqlen: int | None, group: int) ->
 def _packed(x: torch.Tensor, tile_rows: int, seqlen: int | None, group: int) -> Form:
     _, heads, head_dim = x.shape
     of_row, of_head, _ = _strides(x)
+    turn = 2**34 - of_row
+    if group > 1:
+        shape = [_UNBOUNDED, _UNBOUNDED, TURN, heads, head_dim]
+        return shape, [turn, of_row, of_row, of_head, 1], [1, 1, tile_rows // group, group]
     shape = [_UNBOUNDED, _UNBOUNDED, heads, TURN, head_dim]
-    return shape, [2**34 - of_row, of_row, of_head, of_row, 1], [1, 1, 1, tile_rows]
+    return shape, [turn, of_row, of_head, of_row, 1], [1, 1, 1, tile_rows]
 
 
 def _strides(x: torch.Tensor) -> list[int]:
