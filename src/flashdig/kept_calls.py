@@ -160,7 +160,7 @@ def _key(
         type(q) is torch.Tensor
         and type(k) is torch.Tensor
         and type(v) is torch.Tensor
-        and _is_here(q, options)
+        and _is_here(q.device, options)
         and unwatched()
         and not (_any_autocast() and _casts(q, k, v))
     ):
@@ -213,10 +213,10 @@ def _key(
     )
 
 
-def _is_here(q: torch.Tensor, options: tuple[Any, ...]) -> bool:
-    """On the current GPU, or to be interpreted on the CPU."""
-    if q.is_cuda:
-        return bool(q.get_device() == _current_device())
+def _is_here(device: torch.device, options: tuple[Any, ...]) -> bool:
+    """The current GPU, or the CPU where kernels are interpreted."""
+    if device.type == "cuda":
+        return bool(device.index == _current_device())
     return options[-1] == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
 
 

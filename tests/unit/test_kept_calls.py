@@ -425,17 +425,12 @@ def test_packed_calls_are_kept_and_their_lengths_are_not(counted, monkeypatch) -
 
 
 def test_another_current_device_takes_the_long_way(monkeypatch) -> None:
-    monkeypatch.setattr(kept_calls, "_current_device", lambda: 1)
-
-    class OnFirst:
-        is_cuda = True
-
-        def get_device(self):
-            return 0
-
-    assert not kept_calls._is_here(OnFirst(), ("auto",))
-    monkeypatch.setattr(kept_calls, "_current_device", lambda: 0)
-    assert kept_calls._is_here(OnFirst(), ("auto",))
+    for current in (0, 1):
+        monkeypatch.setattr(kept_calls, "_current_device", lambda current=current: current)
+        for index in (0, 1):
+            device = torch.device("cuda", index)
+            assert kept_calls._is_here(device, ("auto",)) == (index == current)
+    assert not kept_calls._is_here(torch.device("cpu"), ("auto",))
 
 
 def test_a_table_is_bounded_and_drops_the_oldest() -> None:

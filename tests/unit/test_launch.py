@@ -75,7 +75,7 @@ class Kernel:
 @pytest.fixture(autouse=True)
 def stubs(monkeypatch):
     monkeypatch.setattr(launch, "_compiles", lambda kernel: True)
-    monkeypatch.setattr(launch, "_current_stream", lambda device: 500 + device)
+    monkeypatch.setattr(launch, "current_stream", lambda device: 500 + device)
     monkeypatch.setattr(launch, "_FLAT_LAUNCHER", True)
     monkeypatch.setattr(launch, "_kernels", {})
 

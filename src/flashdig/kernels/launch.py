@@ -46,7 +46,8 @@ _kernels: dict[Hashable, Any] = {}
 _fast_empty: Any = getattr(
     getattr(getattr(torch._C, "_dynamo", None), "guards", None), "_empty_strided_cuda", None
 )
-_current_stream = cast(
+# (device index) -> the handle of its current stream
+current_stream = cast(
     "Callable[[int], int]", getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
 )
 # Triton releases whose compiled launcher was read: its arguments differ between releases
@@ -152,7 +153,7 @@ class Launch:
             self._programs,
             1,
             1,
-            _current_stream(self._device),
+            current_stream(self._device),
             *self._middle,
             *addresses,
             *self._rest,
@@ -304,15 +305,15 @@ def _flat(launcher: Any) -> Callable[..., None] | None:
     return None if beneath is None else cast("Callable[..., None]", beneath.cell_contents)
 
 
-_ENTER, _EXIT = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+_RUNTIME = knobs.runtime
+_ENTER, _EXIT = _RUNTIME.launch_enter_hook, _RUNTIME.launch_exit_hook
 
 
 def _hooked() -> bool:
     """Whether anybody listens to launches."""
-    runtime = knobs.runtime
     return (
-        runtime.launch_enter_hook is not _ENTER
-        or runtime.launch_exit_hook is not _EXIT
+        _RUNTIME.launch_enter_hook is not _ENTER
+        or _RUNTIME.launch_exit_hook is not _EXIT
         or bool(getattr(_ENTER, "calls", _ENTER))
         or bool(getattr(_EXIT, "calls", _EXIT))
     )
