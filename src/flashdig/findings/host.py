@@ -273,8 +273,9 @@ def wrapper_cost(recording: Recording) -> list[Finding]:
                     None
                     if hidden
                     else recording.host_gain(
-                        around * group.count / 1e9,
-                        "host time outside of operators and launches inside of the call",
+                        UNPROFILED_HOST * around * group.count / 1e9,
+                        f"{UNPROFILED_HOST:.0%} of the recorded host time outside of operators and "
+                        "launches inside of the call",
                     )
                 ),
                 advice=Advice(
