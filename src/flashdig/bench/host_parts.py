@@ -4,15 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
-from flashdig import kept_calls
 from flashdig.bench.cell_inputs import CellInputs
 from flashdig.bench.meters import Call
-from flashdig.dispatch import choose
-from flashdig.ops.attention import TENSORS, planned_backward, planned_forward
-from flashdig.run import operator_inputs, request_of
-from flashdig.validate import Options, dense_call
 
 
 def parts_of(inputs: CellInputs) -> dict[str, Call]:
@@ -20,14 +13,16 @@ def parts_of(inputs: CellInputs) -> dict[str, Call]:
 
     The short way is there where the problem's backend has plans.
     """
+    import torch
+
+    from flashdig.dispatch import choose
+    from flashdig.ops.attention import planned_forward
+    from flashdig.run import operator_inputs, request_of
+    from flashdig.validate import Options, dense_call
+
     q, k, v = inputs.q, inputs.k, inputs.v
-    causal = inputs.cell.causal
-
-    def validate() -> Any:
-        return dense_call(q, k, v, None, options)
-
     options = Options(
-        causal=causal,
+        causal=inputs.cell.causal,
         window=None,
         softmax_scale=None,
         softcap=0.0,
@@ -41,7 +36,7 @@ def parts_of(inputs: CellInputs) -> dict[str, Call]:
         deterministic=False,
         return_lse=False,
     )
-    call = validate()
+    call = dense_call(q, k, v, None, options)
     name = choose(call.problem, request_of(call, "auto"), "auto").name
     parts: dict[str, Call] = {}
     if name != "fused_cpu":
@@ -53,12 +48,17 @@ def parts_of(inputs: CellInputs) -> dict[str, Call]:
         parts["operator: torch.library and what is below"] = lambda: operator(*arguments)
     return {
         **parts,
-        "validation": validate,
+        "validation": lambda: dense_call(q, k, v, None, options),
         "dispatch": lambda: choose(call.problem, request_of(call, "auto"), "auto"),
     }
 
 
 def _short_way(inputs: CellInputs, plan: Any, arguments: tuple[Any, ...]) -> dict[str, Call]:
+    import torch
+
+    from flashdig import kept_calls
+    from flashdig.ops.attention import TENSORS, planned_backward
+
     q, k, v = inputs.q, inputs.k, inputs.v
     given = (None, inputs.cell.causal, None, 0.0, 0.0, None, False, False, "auto")
     tensors = arguments[:TENSORS]
@@ -75,7 +75,7 @@ def _short_way(inputs: CellInputs, plan: Any, arguments: tuple[Any, ...]) -> dic
 
     parts: dict[str, Call] = {
         "key: the call is found again": find,
-        "allocation of out and lse": allocate,
+        "out and lse allocated by torch.empty": allocate,
         "plan: allocation and launch": lambda: plan(*tensors),
     }
     if backward is not None:
