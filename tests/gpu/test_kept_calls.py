@@ -266,3 +266,25 @@ def test_gradients_of_any_subset_of_a_kept_call() -> None:
         found = torch.autograd.grad(out.float().sum(), leaves)
         for a, b in zip(found, [e for n, e in enumerate(expected) if wanted >> n & 1], strict=True):
             torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_each_gpu_keeps_calls_of_its_own() -> None:
+    """The same shapes on both GPUs, each the current one in turn; gradients with another current
+    device than the forward's."""
+    here = qkv("cuda:0", torch.bfloat16, 1, 90, 90, 4, 2, 64)
+    there = [x.detach().to("cuda:1").requires_grad_() for x in here]
+    results = []
+    for turn in range(3):
+        for current in (0, 1):
+            for tensors in (here, there):
+                with torch.cuda.device(current):
+                    out = attend(*tensors, causal=True)
+                with torch.cuda.device(1 - current):
+                    grads = torch.autograd.grad(out, tensors, torch.ones_like(out))
+                assert out.device == tensors[0].device
+                if turn > 0:  # another current device takes the long way
+                    assert is_kept(out) == (out.device.index == current)
+                results.append([x.detach().cpu() for x in (out, *grads)])
+    for found in results[1:]:
+        equal(found, results[0])
