@@ -1,0 +1,118 @@
+"""Runs the cache's kernels with Triton's interpreter, which is chosen before Triton is imported.
+
+`python -m tests.interpreted_kvcache` prints, as JSON, what is wrong with each case, or null.
+"""
+
+import json
+import os
+import random
+import sys
+
+if __name__ == "__main__":  # not where tests only read its tables
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+
+from flashdig import attention_varlen, attention_with_kvcache
+from flashdig.bench.kvcache_conformance import judge, make_case
+from flashdig.kernels.reference import reference_attention, reference_attention_varlen
+
+PLAIN = {
+    "dtype": "float32",
+    "head_dims": (16, 16),
+    "cache": "dense",
+    "heads": (4, 2),
+    "mask": "causal",
+    "tokens": "few",
+    "schedule": "auto",
+    "append": "none",
+    "terms": "none",
+    "fp8": False,
+}
+# what a case has besides; each runs once
+CASES = {
+    "append with rotary to pages": {"cache": "page 5", "append": "rotary"},
+    "packed, halves turned": {"tokens": "packed", "append": "rotary halves", "dtype": "float16"},
+    "splits over pages of one key": {
+        "cache": "page 1",
+        "schedule": "splits",
+        "terms": "softcap and sinks",
+        "mask": "window",
+        "tokens": "one",
+    },
+    "batch invariant": {"schedule": "invariant", "head_dims": (40, 24), "terms": "leftpad"},
+    "fp8 cache": {"fp8": True, "dtype": "float16", "append": "new", "terms": "ALiBi"},
+}
+OTHERS = ("dealt out evenly", "packed queries over pages", "one token and many")
+
+
+def conformance(name):
+    features = {**PLAIN, **CASES[name]}
+    return judge(make_case(features, random.Random(name), "cpu"))
+
+
+def dealt_out():
+    """Lengths of every kind over programs of one tile each, so that most pairs are cut."""
+    from flashdig.kernels.triton.decode_choose import DecodeTile
+    from flashdig.kernels.triton.decode_launch import cache_attention
+
+    torch.manual_seed(0)
+    lengths = [0, 90, 16, 1]
+    q, k, v = torch.randn(4, 1, 4, 16), torch.randn(4, 90, 2, 16), torch.randn(4, 90, 2, 24)
+    sinks, seqlens = torch.randn(4), torch.tensor(lengths, dtype=torch.int32)
+    out, lse = cache_attention(
+        q, k, v, seqlens, *(None,) * 8, sinks, None, None, None,
+        softmax_scale=0.25, softcap=0.0, window_left=-1, window_right=0, top_left=False,
+        allow_tf32=False, seqlen_new=0, num_splits=0, batch_invariant=False,
+        tile=DecodeTile(16, 16, 4, 2, 2), balanced=True,
+    )  # fmt: skip
+    for b, n in enumerate(lengths):
+        one = slice(b, b + 1)
+        expected = reference_attention(q[one], k[one, :n], v[one, :n], sinks=sinks)
+        for name, a, e in zip(("out", "lse"), (out[one], lse[one]), expected, strict=True):
+            if not torch.allclose(a.double(), e, atol=1e-5):
+                return f"{name} of sequence {b} is off by {float((a - e).abs().max()):.3g}"
+    return None
+
+
+def packed_over_pages():
+    torch.manual_seed(0)
+    cu_q, cu_k = (torch.tensor(x, dtype=torch.int32) for x in ([1, 2, 2, 8], [3, 3, 10, 25]))
+    table = torch.tensor([[1, 2, 0], [3, 3, 6], [5, 1, 4]], dtype=torch.int32)
+    q, k, v = torch.randn(9, 4, 16), torch.randn(7, 5, 2, 16), torch.randn(7, 5, 2, 24)
+    options = {"page_table": table, "causal": True, "window": (8, None)}
+    options |= {"seqused_k": torch.tensor([0, 5, 14], dtype=torch.int32)}
+    found = attention_varlen(q, k, v, cu_q, cu_k, **options, return_lse=True, backend="triton")
+    expected = reference_attention_varlen(q, k, v, cu_q, cu_k, **options)
+    for name, a, e in zip(("out", "lse"), found, expected, strict=True):
+        if not torch.allclose(a.double(), e, atol=1e-5):
+            return f"{name} is off by {float((a - e).abs().max()):.3g}"
+    return None
+
+
+def one_and_many():
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 5, 4, 16), torch.randn(2, 600, 2, 16), torch.randn(2, 600, 2, 16)
+    options = {"causal": True, "batch_invariant": True, "return_lse": True, "backend": "triton"}
+    lengths = torch.tensor([530, 7], dtype=torch.int32)
+    out, lse = attention_with_kvcache(q, k, v, cache_seqlens=lengths, **options)
+    last, last_lse = attention_with_kvcache(
+        q[:1, -1:], k[:1], v[:1], cache_seqlens=lengths[:1], **options
+    )
+    # to the bit on a GPU: NumPy's matrix products vary with a row's place in a tile
+    close = torch.allclose(last, out[:1, -1:], atol=1e-6)
+    if not close or not torch.equal(last_lse, lse[:1, :, -1:]):
+        return "they differ"
+    exact, _ = reference_attention(q[:1], k[:1, :530], v[:1, :530], causal=True)
+    return None if torch.allclose(out[:1].double(), exact, atol=1e-5) else "the values are off"
+
+
+def main() -> None:
+    found = {name: conformance(name) for name in CASES}
+    calls = (dealt_out, packed_over_pages, one_and_many)
+    found |= {name: call() for name, call in zip(OTHERS, calls, strict=True)}
+    json.dump(found, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
