@@ -90,6 +90,14 @@ def take_blocks(ring, step):
 
 
 @gluon.jit
+def take_blocks_if(there, ring, step):
+    """`take_blocks`, without the waiting where `there` is false."""
+    stage = step % ring.ring.STAGES
+    mbarrier.wait(ring.ring.full.index(stage), (step // ring.ring.STAGES) & 1, pred=there)
+    return tile_at(ring.tiles, stage)
+
+
+@gluon.jit
 def release_blocks(ring, step):
     """Consumer: tile number `step` is read; call once a warpgroup."""
     release(ring.ring, step)
@@ -138,13 +146,14 @@ def start_output(p, v, out):
 
 
 @gluon.jit
-def finished_output(started, p):
-    """The accumulators once every product that was begun is done; p is held until then."""
+def finished_output(started, p, PENDING: gl.constexpr = 0):
+    """The accumulators once their products are done; p is held until then. PENDING: products that
+    were begun later and may go on."""
     if len(started) == 1:
-        first, _ = warpgroup_mma_wait(0, deps=(started[0], p))
+        first, _ = warpgroup_mma_wait(PENDING, deps=(started[0], p))
         out = (first,)
     else:
-        first, rest, _ = warpgroup_mma_wait(0, deps=(started[0], started[1], p))
+        first, rest, _ = warpgroup_mma_wait(PENDING, deps=(started[0], started[1], p))
         out = (first, rest)
     return out
 
@@ -178,6 +187,50 @@ def scaled(out, factor):
 @gluon.jit
 def _scaled(x, factor):
     return x * gl.convert_layout(factor, gl.SliceLayout(1, x.type.layout))[:, None]
+
+
+@gluon.constexpr_function
+def _rescale_text(count):
+    """PTX of `count` accumulators times their factors, jumped over where a warp's factors are 1.
+
+    Operands: results, accumulators, factors. Two rows alternate by pairs in a thread's elements.
+    """
+    factor = 2 * count
+    lines = ["{", ".reg .pred other;", ".reg .pred any;"]
+    lines.append(f"setp.neu.f32 other, ${factor}, 0f3F800000;")
+    lines.append(f"setp.neu.or.f32 other, ${factor + 2}, 0f3F800000, other;")
+    lines.append("vote.sync.any.pred any, other, 0xffffffff;")
+    lines += [f"mov.f32 ${i}, ${count + i};" for i in range(count)]
+    lines.append("@!any bra KEPT;")
+    lines += [f"mul.f32 ${i}, ${i}, ${factor + i};" for i in range(count)]
+    return " ".join([*lines, "KEPT:", "}"])
+
+
+@gluon.constexpr_function
+def _rescale_operands(count):
+    return ",".join(["=&f"] * count + ["f"] * (2 * count))
+
+
+@gluon.jit
+def scaled_if_needed(out, factor):
+    """`scaled`, without the products where no row of a warp has a factor other than 1."""
+    if len(out) == 1:
+        product = (_scaled_if_needed(out[0], factor),)
+    else:
+        product = (_scaled_if_needed(out[0], factor), _scaled_if_needed(out[1], factor))
+    return product
+
+
+@gluon.jit
+def _scaled_if_needed(x, factor):
+    COUNT: gl.constexpr = x.shape[0] * x.shape[1] // 128
+    TEXT: gl.constexpr = _rescale_text(COUNT)
+    OPERANDS: gl.constexpr = _rescale_operands(COUNT)
+    rows = gl.convert_layout(factor, gl.SliceLayout(1, x.type.layout))[:, None]
+    factors = gl.convert_layout(gl.broadcast(x, rows)[1], x.type.layout)
+    return gl.inline_asm_elementwise(
+        TEXT, OPERANDS, [x, factors], dtype=gl.float32, is_pure=True, pack=COUNT
+    )
 
 
 @gluon.jit

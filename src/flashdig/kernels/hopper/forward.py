@@ -1,8 +1,12 @@
 """Forward attention for Hopper: one producer warp feeds CONSUMERS warpgroups of 64 query rows each.
 
-    producer    Q once; then K and V tiles, right to left, into rings of buffers (TMA)
+    producer    fetches tiles of queries (`schedule`); for each, Q, then K and V tiles, right to
+                left, into rings of buffers (TMA)
     consumer    S_i = Q K_i^T is issued, then O += P_{i-1} V_{i-1}; the softmax of S_i runs while
                 the tensor cores work on both (Shah et al. 2024, "FlashAttention-3", section 3.2)
+
+With two buffers for Q the first S of the next tile is issued behind the last P V of this one, and
+runs while this one's output is divided and written.
 
 Tiles that the mask cuts are walked first (and, with a window, last), in loops of their own. Keys
 are counted from the first one that some query of the sequence sees to the last; what lies outside,
@@ -28,36 +32,98 @@ from flashdig.kernels.hopper.columns import (
     new_tiles,
     put_blocks,
     release_blocks,
-    same_blocks,
     scaled,
+    scaled_if_needed,
     start_output,
     start_scores,
     store_blocks,
     take_blocks,
+    take_blocks_if,
     tile_at,
     to_shared,
 )
-from flashdig.kernels.hopper.problem import LOG2_E, Problem, final_scores, key_tiles, masked
-from flashdig.kernels.hopper.rows import Rows, rows_in_sections
+from flashdig.kernels.hopper.problem import (
+    LOG2_E,
+    Problem,
+    Terms,
+    final_scores,
+    key_tiles,
+    masked,
+)
+from flashdig.kernels.hopper.rows import Rows
+from flashdig.kernels.hopper.schedule import (
+    NO_TILE,
+    Sizes,
+    clear_counter,
+    new_mail,
+    next_program,
+    place_of,
+    receive,
+    send,
+    send_end,
+)
 from flashdig.kernels.hopper.softmax import online_softmax, thread_sums
-from flashdig.kernels.triton.sequences import rows_of_program, seen_keys
 
 LN_2 = gl.constexpr(0.6931471805599453)
 ROWS = gl.constexpr(64)  # of a warpgroup's tile
 
 
 @gluon.jit
-def _produce(q_descs, k_descs, v_descs, q_tiles, q_full, keys, values, at, start_m, first, end):
-    query_rows, key_rows = at
-    CONSUMERS: gl.constexpr = q_tiles[0].shape[0]
+def _problem(sizes, place, terms, slopes_ptr):
+    ALIBI: gl.constexpr = slopes_ptr is not None
+    slope = terms.score_factor * 0.0
+    if ALIBI:
+        slope = gl.load(slopes_ptr + place.batch * terms.slopes_stride + place.head)
+    return Problem(
+        place.seqlen_q, place.seqlen_k, place.offset, sizes.left, sizes.right,
+        terms.score_factor, terms.exp_factor, terms.softcap, slope,
+        sizes.LEFT, sizes.RIGHT, terms.SOFTCAP, ALIBI,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _query_rows(place, sizes):
+    return Rows(place.batch, place.head, place.first_q, place.seqlen_q, sizes.PACKED, sizes.GROUP)
+
+
+@gluon.jit
+def _produce(
+    q_descs, k_descs, v_descs, q_tiles, q_full, q_empty, keys, values, mail, sizes, terms,
+    lengths, counter_ptr, tiles, CONSUMERS: gl.constexpr,
+):  # fmt: skip
+    Q_BUFFERS: gl.constexpr = q_tiles[0].shape[0] // CONSUMERS
+    GROUP: gl.constexpr = sizes.GROUP
+    BLOCK_M: gl.constexpr = ROWS * CONSUMERS
     BLOCK_N: gl.constexpr = keys.tiles[0].shape[1]
-    for c in gl.static_range(CONSUMERS):
-        tile = tile_at(q_tiles, c)
-        load_blocks(q_descs, query_rows, start_m + c * ROWS, q_full.index(c), tile)
-    for step in range(end - first):
-        start_n = (end - 1 - step) * BLOCK_N
-        put_blocks(keys, step, k_descs, key_rows, start_n)
-        put_blocks(values, step, v_descs, key_rows, start_n)
+    program = gl.program_id(0)
+    count = 0  # tiles of queries so far
+    done = 0  # tiles of keys so far
+    while program < tiles:
+        following = next_program(counter_ptr)
+        place = place_of(sizes, program, lengths, BLOCK_M)
+        if place.start_m < place.seqlen_q * GROUP:
+            send(mail, count, place, sizes.PACKED)
+            problem = _problem(sizes, place, terms, None)
+            first, _, _, end = key_tiles(problem, place.start_m // GROUP, BLOCK_M // GROUP, BLOCK_N)
+            head_kv = place.head if GROUP > 1 else place.head // terms.group_size
+            query_rows = _query_rows(place, sizes)
+            key_rows = Rows(place.batch, head_kv, place.first_k, place.seqlen_k, sizes.PACKED, 1)
+            for c in gl.static_range(CONSUMERS):
+                buffer = c * Q_BUFFERS + count % Q_BUFFERS
+                mbarrier.wait(q_empty.index(buffer), ((count // Q_BUFFERS) & 1) ^ 1)
+                row = place.start_m + c * ROWS
+                load_blocks(
+                    q_descs, query_rows, row, q_full.index(buffer), tile_at(q_tiles, buffer)
+                )
+            for step in range(end - first):
+                start_n = (end - 1 - step) * BLOCK_N
+                put_blocks(keys, done + step, k_descs, key_rows, start_n)
+                put_blocks(values, done + step, v_descs, key_rows, start_n)
+            count += 1
+            done += end - first
+        program = following
+    send_end(mail, count, sizes)
+    clear_counter(counter_ptr)
 
 
 @gluon.jit
@@ -70,128 +136,195 @@ def _settled(p):
 
 
 @gluon.jit
-def _walk(state, q, keys, values, zeros, problem, rows, begin, stop, end, MASKED: gl.constexpr):
+def _walk(
+    state, q, keys, values, zeros, problem, rows, done, begin, stop, end,
+    MASKED: gl.constexpr, LAZY: gl.constexpr,
+):  # fmt: skip
     """Steps begin..stop of the walk; step i meets key tile end - 1 - i. P V lags one step."""
     out, row_max, row_sums, p = state
     BLOCK_N: gl.constexpr = zeros.shape[1]
     for step in range(begin, stop):
-        k = take_blocks(keys, step)
+        k = take_blocks(keys, done + step)
         scores_started = start_scores(q, k, zeros)
-        v = take_blocks(values, step - 1)
+        v = take_blocks(values, done + step - 1)
         out_started = start_output(p, v, out)
         scores = warpgroup_mma_wait(len(out), deps=(scores_started,))
-        release_blocks(keys, step)
+        release_blocks(keys, done + step)
         start_n = (end - 1 - step) * BLOCK_N
         scores = final_scores(scores, problem, rows, start_n)
         if MASKED:
             scores = masked(scores, problem, rows, start_n)
         probs, rescale, row_max, row_sums = online_softmax(
-            scores, row_max, row_sums, problem.exp_factor, MASKED
+            scores, row_max, row_sums, problem.exp_factor, MASKED, LAZY
         )
         p_next = gl.convert_layout(probs.to(p.dtype), p.type.layout)
         out = finished_output(out_started, p)
-        release_blocks(values, step - 1)
+        release_blocks(values, done + step - 1)
         p = p_next
-        out = scaled(out, rescale)
+        out = scaled_if_needed(out, rescale) if LAZY else scaled(out, rescale)
     return out, row_max, row_sums, p
 
 
 @gluon.jit
+def _first_scores(
+    place, q_tiles, q_full, keys, zeros, count, done, CONSUMER: gl.constexpr,
+    Q_BUFFERS: gl.constexpr,
+):  # fmt: skip
+    """S of a tile's first keys, begun; of anything where no tile is left."""
+    there = place.start_m != NO_TILE
+    buffer = CONSUMER * Q_BUFFERS + count % Q_BUFFERS
+    mbarrier.wait(q_full.index(buffer), (count // Q_BUFFERS) & 1, pred=there)
+    k = take_blocks_if(there, keys, done)
+    return start_scores(tile_at(q_tiles, buffer), k, zeros)
+
+
+@gluon.jit
 def _consume(
-    out_descs,
-    lse_ptr,
-    sinks_ptr,
-    q_tiles,
-    out_tiles,
-    q_full,
-    keys,
-    values,
-    problem,
-    query_rows,
-    group_size,
-    start_m,
-    tiles,
-    CONSUMER: gl.constexpr,
-):
-    first, full_first, full_end, end = tiles
-    GROUP: gl.constexpr = query_rows.GROUP
-    dtype: gl.constexpr = q_tiles[0].dtype
+    out_descs, lse_ptr, slopes_ptr, sinks_ptr, q_tiles, out_tiles, q_full, q_empty, keys, values,
+    mail, sizes, terms, CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, OWN_OUTPUT: gl.constexpr,
+):  # fmt: skip
+    Q_BUFFERS: gl.constexpr = q_tiles[0].shape[0] // CONSUMERS
+    AHEAD: gl.constexpr = Q_BUFFERS > 1
+    GROUP: gl.constexpr = sizes.GROUP
+    LAZY: gl.constexpr = terms.LAZY
+    BLOCK_M: gl.constexpr = ROWS * CONSUMERS
     BLOCK_N: gl.constexpr = keys.tiles[0].shape[1]
+    dtype: gl.constexpr = q_tiles[0].dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
-
-    start_row = start_m + CONSUMER * ROWS
     tile_rows = gl.arange(0, ROWS, s_rows)
-    rows = start_row // GROUP + tile_rows // GROUP
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)
-    out = new_output(values.tiles, ROWS)
-    o_layout: gl.constexpr = out[0].type.layout
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
-    row_max = gl.full([ROWS], float("-inf"), gl.float32, s_rows)
-    q = tile_at(q_tiles, CONSUMER)
+    count = 0  # tiles of queries so far
+    done = 0  # tiles of keys so far
+    place = receive(mail, 0, sizes)
+    scores = zeros
+    if AHEAD:
+        started = _first_scores(
+            place, q_tiles, q_full, keys, zeros, count, done, CONSUMER, Q_BUFFERS
+        )
+        scores = warpgroup_mma_wait(0, deps=(started,))
+    while place.start_m != NO_TILE:
+        if not AHEAD:
+            started = _first_scores(
+                place, q_tiles, q_full, keys, zeros, count, done, CONSUMER, Q_BUFFERS
+            )
+            scores = warpgroup_mma_wait(0, deps=(started,))
+        release_blocks(keys, done)
+        buffer = CONSUMER * Q_BUFFERS + count % Q_BUFFERS
+        q = tile_at(q_tiles, buffer)
+        problem = _problem(sizes, place, terms, slopes_ptr)
+        first, full_first, full_end, end = key_tiles(
+            problem, place.start_m // GROUP, BLOCK_M // GROUP, BLOCK_N
+        )
+        start_row = place.start_m + CONSUMER * ROWS
+        rows = start_row // GROUP + tile_rows // GROUP
 
-    # the first tile: nothing to multiply with V yet
-    mbarrier.wait(q_full.index(CONSUMER), 0)
-    scores_started = start_scores(q, take_blocks(keys, 0), zeros)
-    scores = warpgroup_mma_wait(0, deps=(scores_started,))
-    release_blocks(keys, 0)
-    start_n = (end - 1) * BLOCK_N
-    scores = masked(final_scores(scores, problem, rows, start_n), problem, rows, start_n)
-    probs, _, row_max, row_sums = online_softmax(
-        scores, row_max, thread_sums(zeros), problem.exp_factor, True
-    )
-    p = gl.convert_layout(probs.to(dtype), p_layout)
+        # the first tile: nothing to multiply with V yet
+        start_n = (end - 1) * BLOCK_N
+        scores = masked(final_scores(scores, problem, rows, start_n), problem, rows, start_n)
+        no_max = gl.full([ROWS], float("-inf"), gl.float32, s_rows)
+        probs, _, row_max, row_sums = online_softmax(
+            scores, no_max, thread_sums(zeros), problem.exp_factor, True
+        )
+        out = new_output(values.tiles, ROWS)
+        o_layout: gl.constexpr = out[0].type.layout
+        p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
+        p = gl.convert_layout(probs.to(dtype), p_layout)
 
-    # masked tiles on the right, whole ones, masked ones on the left; step 0 is done
-    right_stop = gl.maximum(end - full_end, 1)
-    full_stop = gl.maximum(end - full_first, 1)
-    steps = end - first
-    if problem.RIGHT:
-        out, row_max, row_sums, p = _walk(
-            (out, row_max, row_sums, p),
-            q, keys, values, zeros, problem, rows, 1, right_stop, end, True,
-        )  # fmt: skip
+        # masked tiles on the right, whole ones, masked ones on the left; step 0 is done
+        right_stop = gl.maximum(end - full_end, 1)
+        full_stop = gl.maximum(end - full_first, 1)
+        steps = end - first
+        if problem.RIGHT:
+            out, row_max, row_sums, p = _walk(
+                (out, row_max, row_sums, p), q, keys, values, zeros, problem, rows, done,
+                1, right_stop, end, True, LAZY,
+            )  # fmt: skip
         p = _settled(p)
-    out, row_max, row_sums, p = _walk(
-        (out, row_max, row_sums, p),
-        q, keys, values, zeros, problem, rows, right_stop, full_stop, end, False,
-    )  # fmt: skip
-    if problem.LEFT:
-        p = _settled(p)
         out, row_max, row_sums, p = _walk(
-            (out, row_max, row_sums, p),
-            q, keys, values, zeros, problem, rows, full_stop, steps, end, True,
+            (out, row_max, row_sums, p), q, keys, values, zeros, problem, rows, done,
+            right_stop, full_stop, end, False, LAZY,
         )  # fmt: skip
+        if problem.LEFT:
+            p = _settled(p)
+            out, row_max, row_sums, p = _walk(
+                (out, row_max, row_sums, p), q, keys, values, zeros, problem, rows, done,
+                full_stop, steps, end, True, LAZY,
+            )  # fmt: skip
+        if OWN_OUTPUT:
+            mbarrier.arrive(q_empty.index(buffer), count=1)
 
-    v = take_blocks(values, steps - 1)
-    out_started = start_output(p, v, out)
+        v = take_blocks(values, done + steps - 1)
+        out_started = start_output(p, v, out)
+        following = receive(mail, count + 1, sizes)
+        if AHEAD:
+            started = _first_scores(
+                following, q_tiles, q_full, keys, zeros, count + 1, done + steps, CONSUMER,
+                Q_BUFFERS,
+            )  # fmt: skip
+        factor = _statistics(
+            row_max, row_sums, rows, tile_rows, place, sizes, terms, lse_ptr, sinks_ptr
+        )
+        out = finished_output(out_started, p, len(q) if AHEAD else 0)
+        release_blocks(values, done + steps - 1)
+        out = scaled(out, factor)
+
+        # rows past the last one are not written
+        if OWN_OUTPUT:
+            out_tile = tile_at(out_tiles, CONSUMER)
+            wait_for_tile_stores(0)
+        else:
+            out_tile = tile_at(out_tiles, buffer)
+        to_shared(out, out_tile)
+        fence_async_shared()
+        store_blocks(out_descs, _query_rows(place, sizes), start_row, out_tile)
+        if not OWN_OUTPUT:
+            wait_for_tile_stores(0)
+            mbarrier.arrive(q_empty.index(buffer), count=1)
+        if AHEAD:
+            scores = warpgroup_mma_wait(0, deps=(started,))
+        count += 1
+        done += steps
+        place = following
+    wait_for_tile_stores(0)
+
+
+@gluon.jit
+def _statistics(row_max, row_sums, rows, tile_rows, place, sizes, terms, lse_ptr, sinks_ptr):
+    """Writes the log-sum-exp; returns what the output is multiplied with."""
+    GROUP: gl.constexpr = sizes.GROUP
+    s_rows: gl.constexpr = row_max.type.layout
     row_sum = gl.convert_layout(gl.sum(row_sums, 1), s_rows)
     divisor_factor = gl.full([ROWS], 1.0, gl.float32, s_rows)
     group_head = tile_rows % GROUP
-    known = (rows < problem.seqlen_q) & (group_head < group_size)
+    known = (rows < place.seqlen_q) & (group_head < terms.group_size)
+    head = place.head
+    heads = sizes.num_heads
+    if GROUP > 1:
+        head = place.head * terms.group_size
+        heads = sizes.num_heads * terms.group_size
     if sinks_ptr is not None:
         if GROUP > 1:
-            sink = gl.load(sinks_ptr + group_head, mask=known, other=0.0).to(gl.float32) * LOG2_E
+            sinks = gl.load(sinks_ptr + head + group_head, mask=known, other=0.0)
+            sink = sinks.to(gl.float32) * LOG2_E
         else:
-            sink = gl.load(sinks_ptr).to(gl.float32) * LOG2_E
+            sink = gl.load(sinks_ptr + head).to(gl.float32) * LOG2_E
         with_sink = gl.maximum(row_max, sink)
         shift = gl.where(with_sink == float("-inf"), 0.0, with_sink)
         divisor_factor = gl.exp2(row_max - shift)
         row_sum = row_sum * divisor_factor + gl.exp2(sink - shift)
         row_max = with_sink
     divisor = gl.where(row_sum == 0.0, 1.0, row_sum)
-    lse_ptrs = lse_ptr + rows
+    # (batch, head, row), or (head, row of all sequences)
+    if sizes.PACKED:
+        before = head.to(gl.int64) * sizes.seqlen_q + place.first_q
+    else:
+        before = (place.batch * heads + head).to(gl.int64) * sizes.seqlen_q
+    lse_ptrs = lse_ptr + before + rows
     if GROUP > 1:
-        lse_ptrs += group_head * problem.seqlen_q
+        lse_ptrs += group_head * sizes.seqlen_q
     gl.store(lse_ptrs, (row_max + gl.log2(divisor)) * LN_2, mask=known)
-    out = scaled(finished_output(out_started, p), divisor_factor / divisor)
-
-    # rows past the last one are not written
-    out_tile = tile_at(out_tiles, CONSUMER)
-    to_shared(out, out_tile)
-    fence_async_shared()
-    store_blocks(out_descs, query_rows, start_row, out_tile)
-    wait_for_tile_stores(0)
+    return divisor_factor / divisor
 
 
 def kernel_name(specialization):
@@ -229,6 +362,7 @@ def kernel_name(specialization):
         "exp_factor",
         "softcap",
         "stride_slopes_b",
+        "tiles",
     ],
 )
 def flashdig_hopper_forward(
@@ -247,6 +381,7 @@ def flashdig_hopper_forward(
     cu_seqlens_k_ptr,
     seqused_q_ptr,
     seqused_k_ptr,
+    counter_ptr,
     batch_size,
     num_heads,
     group_size,
@@ -259,12 +394,16 @@ def flashdig_hopper_forward(
     exp_factor,
     softcap,
     stride_slopes_b,
+    tiles,
     HEAD_DIM: gl.constexpr,
     HEAD_DIM_V: gl.constexpr,
     CONSUMERS: gl.constexpr,
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
     REGISTERS: gl.constexpr,
+    Q_BUFFERS: gl.constexpr,
+    OWN_OUTPUT: gl.constexpr,
+    LAZY: gl.constexpr,
     PACKED: gl.constexpr,
     GROUP: gl.constexpr,
     TOP_LEFT: gl.constexpr,
@@ -272,90 +411,51 @@ def flashdig_hopper_forward(
     RIGHT: gl.constexpr,
     SOFTCAP: gl.constexpr,
 ):
-    BLOCK_M: gl.constexpr = ROWS * CONSUMERS
     q_descs = blocks_of(q_desc, q_desc_rest)
     k_descs = blocks_of(k_desc, k_desc_rest)
     v_descs = blocks_of(v_desc, v_desc_rest)
     out_descs = blocks_of(out_desc, out_desc_rest)
-    q_tiles = new_tiles(q_descs, CONSUMERS, ROWS)
-    if same_blocks(q_descs, out_descs):
-        out_tiles = q_tiles  # nothing reads Q any more when the output is there
-    else:
-        out_tiles = new_tiles(out_descs, CONSUMERS, ROWS)
-    q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
-    for c in gl.static_range(CONSUMERS):
-        mbarrier.init(q_full.index(c), count=1)
+    q_tiles = new_tiles(q_descs, CONSUMERS * Q_BUFFERS, ROWS)
+    # without memory of its own the output goes through Q's, which nothing reads any more then
+    out_tiles = new_tiles(out_descs, CONSUMERS, ROWS) if OWN_OUTPUT else q_tiles
+    barrier: gl.constexpr = mbarrier.MBarrierLayout()
+    q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS * Q_BUFFERS, 1], barrier)
+    q_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS * Q_BUFFERS, 1], barrier)
+    for n in gl.static_range(CONSUMERS * Q_BUFFERS):
+        mbarrier.init(q_full.index(n), count=1)
+        mbarrier.init(q_empty.index(n), count=1)
     keys = new_block_ring(k_descs, BLOCK_N, STAGES, CONSUMERS)
     values = new_block_ring(v_descs, BLOCK_N, STAGES, CONSUMERS)
+    mail = new_mail(CONSUMERS)
     fence_async_shared()
-
-    if PACKED:
-        batch, head, start_m, first_q, first_k, seqlen_q, seqlen_k, statistics = rows_of_program(
-            cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_q_ptr, seqused_k_ptr,
-            batch_size, num_heads, seqlen_q, seqlen_k, BLOCK_M, True, RIGHT,
-        )  # fmt: skip
-        if start_m >= seqlen_q:
-            return
-    else:
-        batch, head, start_m = rows_in_sections(
-            batch_size, num_heads, seqlen_q * GROUP, heads_together, BLOCK_M
-        )
-        first_q = start_m * 0
-        first_k = start_m * 0
-        statistics = (batch * num_heads + head).to(gl.int64) * seqlen_q
-        if GROUP > 1:
-            statistics = (batch * num_heads + head) * group_size.to(gl.int64) * seqlen_q
-    head_kv = head if GROUP > 1 else head // group_size
-    lse_ptr += statistics
-    if sinks_ptr is not None:
-        sinks_ptr += head * group_size if GROUP > 1 else head
-
-    offset = seqlen_k - seqlen_q
-    if TOP_LEFT:
-        offset = offset * 0
-    # nothing is loaded but the keys that some query sees
-    key_begin, key_end = seen_keys(seqlen_q, seqlen_k, offset, left, right, LEFT, RIGHT)
-    seqlen_k = key_end - key_begin
-    offset -= key_begin
-    query_rows = Rows(batch, head, first_q, seqlen_q, PACKED, GROUP)
-    key_rows = Rows(batch, head_kv, first_k + key_begin, seqlen_k, PACKED, 1)
-    ALIBI: gl.constexpr = slopes_ptr is not None
-    slope = score_factor * 0.0
-    if ALIBI:
-        slope = gl.load(slopes_ptr + batch * stride_slopes_b + head)
-    problem = Problem(
-        seqlen_q, seqlen_k, offset, left, right, score_factor, exp_factor, softcap, slope,
-        LEFT, RIGHT, SOFTCAP, ALIBI,
+    sizes = Sizes(
+        batch_size, num_heads, seqlen_q, seqlen_k, heads_together, left, right,
+        PACKED, GROUP, TOP_LEFT, LEFT, RIGHT,
     )  # fmt: skip
-    first, full_first, full_end, end = key_tiles(
-        problem, start_m // GROUP, BLOCK_M // GROUP, BLOCK_N
-    )
+    terms = Terms(score_factor, exp_factor, softcap, group_size, stride_slopes_b, SOFTCAP, LAZY)
 
     # the tuples stand inside the calls: bound to a name, their constants would become tensors
     # fmt: off
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (_consume, (out_descs, lse_ptr, sinks_ptr, q_tiles, out_tiles, q_full, keys, values,
-                        problem, query_rows, group_size, start_m,
-                        (first, full_first, full_end, end), 0)),
-            (_consume, (out_descs, lse_ptr, sinks_ptr, q_tiles, out_tiles, q_full, keys, values,
-                        problem, query_rows, group_size, start_m,
-                        (first, full_first, full_end, end), 1)),
-            (_produce, (q_descs, k_descs, v_descs, q_tiles, q_full, keys, values,
-                        (query_rows, key_rows), start_m, first, end)),
+            (_consume, (out_descs, lse_ptr, slopes_ptr, sinks_ptr, q_tiles, out_tiles, q_full,
+                        q_empty, keys, values, mail, sizes, terms, 0, CONSUMERS, OWN_OUTPUT)),
+            (_consume, (out_descs, lse_ptr, slopes_ptr, sinks_ptr, q_tiles, out_tiles, q_full,
+                        q_empty, keys, values, mail, sizes, terms, 1, CONSUMERS, OWN_OUTPUT)),
+            (_produce, (q_descs, k_descs, v_descs, q_tiles, q_full, q_empty, keys, values, mail,
+                        sizes, terms, (cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_q_ptr,
+                        seqused_k_ptr), counter_ptr, tiles, CONSUMERS)),
         ], [4, 1], [REGISTERS, 24])
     else:
         gl.warp_specialize([
-            (_consume, (out_descs, lse_ptr, sinks_ptr, q_tiles, out_tiles, q_full, keys, values,
-                        problem, query_rows, group_size, start_m,
-                        (first, full_first, full_end, end), 0)),
-            (_consume, (out_descs, lse_ptr, sinks_ptr, q_tiles, out_tiles, q_full, keys, values,
-                        problem, query_rows, group_size, start_m,
-                        (first, full_first, full_end, end), 1)),
-            (_consume, (out_descs, lse_ptr, sinks_ptr, q_tiles, out_tiles, q_full, keys, values,
-                        problem, query_rows, group_size, start_m,
-                        (first, full_first, full_end, end), 2)),
-            (_produce, (q_descs, k_descs, v_descs, q_tiles, q_full, keys, values,
-                        (query_rows, key_rows), start_m, first, end)),
+            (_consume, (out_descs, lse_ptr, slopes_ptr, sinks_ptr, q_tiles, out_tiles, q_full,
+                        q_empty, keys, values, mail, sizes, terms, 0, CONSUMERS, OWN_OUTPUT)),
+            (_consume, (out_descs, lse_ptr, slopes_ptr, sinks_ptr, q_tiles, out_tiles, q_full,
+                        q_empty, keys, values, mail, sizes, terms, 1, CONSUMERS, OWN_OUTPUT)),
+            (_consume, (out_descs, lse_ptr, slopes_ptr, sinks_ptr, q_tiles, out_tiles, q_full,
+                        q_empty, keys, values, mail, sizes, terms, 2, CONSUMERS, OWN_OUTPUT)),
+            (_produce, (q_descs, k_descs, v_descs, q_tiles, q_full, q_empty, keys, values, mail,
+                        sizes, terms, (cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_q_ptr,
+                        seqused_k_ptr), counter_ptr, tiles, CONSUMERS)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])
     # fmt: on

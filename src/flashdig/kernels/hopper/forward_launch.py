@@ -10,7 +10,7 @@ import torch
 import triton
 
 from flashdig.kernels.hopper.counters import counter_for
-from flashdig.kernels.hopper.descriptors import padded, taken_by_tma, tiles_of
+from flashdig.kernels.hopper.descriptors import fits_into, padded, taken_by_tma, tiles_of
 from flashdig.kernels.hopper.forward import flashdig_hopper_forward
 from flashdig.kernels.launch import Launch, allocation
 from flashdig.kernels.plans import Plan
@@ -55,13 +55,13 @@ TILES = {
     (96, 96): Tile(2, 128, 2, 240, q_buffers=2, own_output=True),
     (128, 128): Tile(2, 128, 2, 240, q_buffers=2, own_output=True),
     (192, 128): Tile(2, 128, 2, 240),
-    (192, 192): Tile(2, 64, 3, 240, lazy=True),
+    (192, 192): Tile(2, 64, 3, 240),
     (256, 256): Tile(2, 64, 2, 240, lazy=True),
 }
 # the same from so many rows on, without and with causality: 192 rows a tile share their keys, and
 # waste more of a last tile
 LONG_TILES = {
-    (64, 64): ((1536, 6144), Tile(3, 128, 2, 160, q_buffers=2, own_output=True, lazy=True)),
+    (64, 64): ((1536, 6144), Tile(3, 128, 2, 160, own_output=True, lazy=True)),
     (128, 128): ((None, 3072), Tile(3, 64, 4, 160, own_output=True, lazy=True)),
 }
 
@@ -289,7 +289,7 @@ def _numbers(call: Call, tile: Tile, group: int) -> dict[str, Any]:
         "STAGES": tile.stages,
         "REGISTERS": tile.registers,
         "Q_BUFFERS": tile.q_buffers,
-        "OWN_OUTPUT": tile.own_output,
+        "OWN_OUTPUT": tile.own_output or not fits_into(call.head_dim_v, call.head_dim),
         "LAZY": tile.lazy,
         "PACKED": call.packed,
         "GROUP": triton.next_power_of_2(group),

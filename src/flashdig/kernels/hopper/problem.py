@@ -9,6 +9,34 @@ LOG2_E = gl.constexpr(1.4426950408889634)
 
 
 @aggregate
+class Terms:
+    """What makes scores of products, the same for a whole call; see `Problem`.
+
+    Attributes:
+        group_size: query heads that share keys.
+        slopes_stride: of the batch, in ALiBi's slopes.
+    """
+
+    score_factor: gl.tensor
+    exp_factor: gl.tensor
+    softcap: gl.tensor
+    group_size: gl.tensor
+    slopes_stride: gl.tensor
+    SOFTCAP: gl.constexpr
+    LAZY: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, score_factor, exp_factor, softcap, group_size, slopes_stride, SOFTCAP, LAZY):
+        self.score_factor = score_factor
+        self.exp_factor = exp_factor
+        self.softcap = softcap
+        self.group_size = group_size
+        self.slopes_stride = slopes_stride
+        self.SOFTCAP = gl.constexpr(SOFTCAP)
+        self.LAZY = gl.constexpr(LAZY)
+
+
+@aggregate
 class Problem:
     """One sequence and head; constants are capitals.
 

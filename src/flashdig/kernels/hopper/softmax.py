@@ -15,8 +15,16 @@ def thread_sums(x):
     return gl.sum(gl.sum(gl.reshape(x, [ROWS, KEYS // 8, 4, 2]), 3), 1)
 
 
+# the output is rescaled where a row's maximum grew by more than this, in units of log2: until then
+# its values are up to 2^8 times as large, which every dtype holds. Exact: P, row sums and LSE use
+# the maximum that was kept
+KEPT_GROWTH = gl.constexpr(8.0)
+
+
 @gluon.jit
-def online_softmax(scores, row_max, row_sums, factor, GUARD: gl.constexpr):
+def online_softmax(
+    scores, row_max, row_sums, factor, GUARD: gl.constexpr, LAZY: gl.constexpr = False
+):
     """(P, rescale, new row_max, new row_sums) of one tile.
 
     Args:
@@ -24,8 +32,12 @@ def online_softmax(scores, row_max, row_sums, factor, GUARD: gl.constexpr):
         row_max: (rows,), in units of log2; row_sums: (rows, 4), of each thread.
         factor: above zero.
         GUARD: some row may have seen no key yet, so its maximum is -inf.
+        LAZY: row_max stays while scores are at most KEPT_GROWTH above it (Zadouri et al. 2026,
+            "FlashAttention-4", conditional rescaling); then rescale is 1.
     """
     new_max = gl.maximum(row_max, gl.max(scores, 1) * factor)
+    if LAZY:
+        new_max = gl.where(new_max <= row_max + KEPT_GROWTH, row_max, new_max)
     shift = new_max
     if GUARD:
         shift = gl.where(new_max == float("-inf"), 0.0, new_max)

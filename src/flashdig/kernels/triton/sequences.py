@@ -59,7 +59,39 @@ def rows_of_program(
     PACKED: tl.constexpr,
     LONGEST_FIRST: tl.constexpr,
 ):
-    """The tile of rows that a program of a one-dimensional grid makes.
+    """`rows_of_slot` of a one-dimensional grid's program."""
+    return rows_of_slot(
+        tl.program_id(0),
+        cu_q_ptr,
+        cu_k_ptr,
+        used_q_ptr,
+        used_k_ptr,
+        batch,
+        num_heads,
+        seqlen_q,
+        seqlen_k,
+        BLOCK_M,
+        PACKED,
+        LONGEST_FIRST,
+    )
+
+
+@triton.jit
+def rows_of_slot(
+    program,
+    cu_q_ptr,
+    cu_k_ptr,
+    used_q_ptr,
+    used_k_ptr,
+    batch,
+    num_heads,
+    seqlen_q,
+    seqlen_k,
+    BLOCK_M: tl.constexpr,
+    PACKED: tl.constexpr,
+    LONGEST_FIRST: tl.constexpr,
+):
+    """The tile of rows that number `program` of a one-dimensional grid stands for.
 
     Packed, seqlen_q and seqlen_k are the totals. LONGEST_FIRST: the last rows, which see most keys
     under causality, come first.
@@ -69,7 +101,6 @@ def rows_of_program(
     are where the sequence begins in packed tensors; `statistics` where its and the head's rows
     begin in the log-sum-exp.
     """
-    program = tl.program_id(0)
     if PACKED:
         slots = seqlen_q // BLOCK_M + batch
         head = program // slots
