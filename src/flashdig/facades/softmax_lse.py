@@ -17,12 +17,7 @@ from flashdig.facades.arguments import sequence_and_position
 
 def dense_lse(lse: torch.Tensor, seqlen_k: int, options: dict[str, Any]) -> torch.Tensor:
     """softmax_lse, (batch, num_heads, seqlen_q), of the dense call with these options of ours."""
-    slopes = _slopes_by_key(options, seqlen_k, lse.dtype)
-    if slopes is not None:
-        seqlen_q = lse.shape[-1]
-        diagonal = torch.arange(seqlen_q, device=lse.device) + (seqlen_k - seqlen_q)
-        lse = lse + slopes[..., None] * diagonal
-    return _inf_for_dead_rows(lse)
+    return cached_lse(lse, seqlen_k, seqlen_k, options)
 
 
 def packed_lse(
