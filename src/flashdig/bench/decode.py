@@ -138,8 +138,8 @@ def _variant(x: Inputs, name: str) -> Call | str:
     paged = int(x.page_table is not None)
     schedules: dict[str, dict[str, Any]] = {
         "separate launch": {"dependent_launch": False},
-        "dealt out, 128 keys": {"tile": DecodeTile(16, 128, 4, 3 + paged, 1), "balanced": True},
-        "dealt out, 64 keys": {"tile": DecodeTile(16, 64, 4, 3 + paged, 2), "balanced": True},
+        "dealt out, 128 keys": {"tile": DecodeTile(16, 128, 4, 3 + 2 * paged, 1), "balanced": True},
+        "dealt out, 64 keys": {"tile": DecodeTile(16, 64, 4, 3 + 2 * paged, 2), "balanced": True},
         "64 keys": {"tile": DecodeTile(16, 64, 4, 3 + 2 * paged, 2)},
     }
     settings = schedules[name]

@@ -70,7 +70,7 @@ def choose_decode_tile(
         arch: a key of `SHARED_BYTES`.
         element_bytes, cache_bytes: of an element of q, and of the cache.
         rows: query tokens times heads of a group, of the longest sequence.
-        paged: keys are found through a page table, whose loads take a stage.
+        paged: keys are found through a page table, whose loads take two stages.
         crowded: there are at least `CROWD` tiles of rows for each multiprocessor.
         batch_invariant: the tile must not depend on how many tokens or sequences come together.
 
@@ -99,12 +99,12 @@ def choose_decode_tile(
     stage = block_n * row_bytes
     buffers = max(2, min(4, 128 * 1024 // stage))
     if small:
-        buffers = 2 if paged or block_m >= 64 else 1
+        buffers = 2 if block_m >= 64 else 1
     buffers = max(1, min(buffers, (shared - fixed) // stage))
     resident = max(1, min(5, shared // (fixed + buffers * stage + 4096)))
-    many_registers = block_m >= 64 and max(head_dim, head_dim_v) > 128
+    many_registers = block_m >= 64 and (max(head_dim, head_dim_v) > 128 or block_n > 64)
     warps = 8 if many_registers or (converted and block_n == 128) else 4
-    return DecodeTile(block_m, block_n, warps, buffers + 1 + int(paged), resident)
+    return DecodeTile(block_m, block_n, warps, buffers + 1 + 2 * int(paged), resident)
 
 
 def block_rows(
