@@ -43,6 +43,11 @@ def test_the_sample_is_as_large_and_as_spread_as_promised() -> None:
         assert sum(number for name, number in cases.items() if part in name) >= 60, part
 
 
+def test_cases_with_dropout_are_counted() -> None:
+    dropped = sum(row["features"].get("with_dropout", 0) for row in ROWS)
+    assert f"\n{dropped:,} of the cases have dropout" in CHAPTER
+
+
 @pytest.mark.parametrize("name", RECORDS)
 def test_where_it_ran_and_what_is_named(name) -> None:
     record = RECORDS[name]
