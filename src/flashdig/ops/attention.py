@@ -207,13 +207,22 @@ def _differentiate(
 
 def _forward_below_autograd(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
     with torch._C._AutoDispatchBelowAutograd():
+        if _nothing_below(inputs[:TENSORS]):
+            return _forward(*inputs)
         out, lse = torch.ops.flashdig.attention_forward.default(*inputs)
     return out, lse
 
 
 def _backward_below_autograd(*inputs: Any) -> tuple[torch.Tensor, ...]:
     with torch._C._AutoDispatchBelowAutograd():
+        if _nothing_below(inputs[: TENSORS + 4]):
+            return tuple(_backward(*inputs))
         return tuple(torch.ops.flashdig.attention_backward.default(*inputs))
+
+
+def _nothing_below(tensors: tuple[torch.Tensor | None, ...]) -> bool:
+    """Whether the dispatcher would go from autograd straight to the implementation."""
+    return eager.unwatched() and all(x is None or eager.is_plain(x) for x in tensors)
 
 
 def _refuse_second(ctx: Any, *gradients: Any) -> Any:
@@ -314,12 +323,7 @@ differentiable: Any = super(torch.autograd.Function, _PlannedAttentionFunction).
 
 def _backward_past_dispatcher(inputs: tuple[Any, ...]) -> Any:
     tensors = inputs[: TENSORS + 4]
-    if (
-        torch.is_grad_enabled()
-        or torch.compiler.is_compiling()
-        or not eager.unwatched()
-        or not all(x is None or eager.is_plain(x) for x in tensors)
-    ):
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or not _nothing_below(tensors):
         return _backward_op(*inputs)
     return _backward(*inputs)
 
