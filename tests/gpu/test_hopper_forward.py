@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from flashdig import attention, attention_varlen
-from flashdig.kernels.hopper import forward_launch
 from flashdig.kernels.hopper.forward import flashdig_hopper_forward
 from flashdig.kernels.hopper.forward_launch import TILES, attention_forward
 from flashdig.kernels.reference import reference_attention, reference_attention_varlen
@@ -74,22 +73,31 @@ def test_heads_that_share_keys_in_one_tile(lengths, heads, heads_kv, sinks) -> N
         assert_is_attention(out, lse, q, k, v, causal=causal, softmax_scale=0.1, sinks=logits)
 
 
-def test_grouping_is_chosen_for_few_rows_only() -> None:
-    def chosen(seqlen_q, **changes):
-        q, k, v = tensors(1, seqlen_q, 256, 8, 2, 128)
-        arguments = {"alibi_slopes": None, **changes}
-        call = forward_launch.prepared(
-            *(q, k, v, None, arguments["alibi_slopes"], None, None, None, None, None, None),
-            **PLAIN,
-            softmax_scale=1.0,
+@pytest.mark.parametrize(("heads", "heads_kv"), [(8, 2), (4, 2), (16, 1)])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_heads_that_share_keys_in_one_tile_of_packed_rows(heads, heads_kv, sinks) -> None:
+    cu_q = torch.tensor([3, 4, 5, 5, 70, 75], dtype=torch.int32, device="cuda")
+    cu_k = torch.tensor([0, 300, 301, 310, 400, 400], dtype=torch.int32, device="cuda")
+    used_q = torch.tensor([1, 1, 0, 60, 5], dtype=torch.int32, device="cuda")
+    q, k, v = (x[0] for x in tensors(1, 80, 420, heads, heads_kv, 128))
+    logits = torch.randn(heads, device="cuda") if sinks else None
+    for causal, grouped in itertools.product((False, True), (False, True)):
+        out, lse = attention_forward(
+            *(q, k, v, None, None, logits, None, cu_q, cu_k, used_q, None),
+            **{**PLAIN, "softmax_scale": 0.1, "window_right": 0 if causal else -1},
+            grouped=grouped,
         )
-        return forward_launch.worth_grouping(call, TILES[128, 128])
-
-    assert chosen(1)
-    assert chosen(32)
-    assert not chosen(128)
-    assert not chosen(4096)
-    assert not chosen(1, alibi_slopes=torch.ones(8, device="cuda"))
+        exact, exact_lse = reference_attention_varlen(
+            *(x.double() for x in (q, k, v)),
+            cu_q.cpu(),
+            cu_k.cpu(),
+            seqused_q=used_q.cpu(),
+            causal=causal,
+            softmax_scale=0.1,
+            sinks=logits,
+        )
+        torch.testing.assert_close(out.double(), exact, atol=0.02, rtol=0.01)
+        torch.testing.assert_close(lse.double(), exact_lse.double(), atol=1e-3, rtol=1e-4)
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.3, 1e-3, 3.0])

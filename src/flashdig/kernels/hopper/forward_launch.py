@@ -112,8 +112,8 @@ def attention_forward(
         q, k, v: float16 or bfloat16; copied where their strides or addresses are none that TMA
             takes.
         config: a tile other than that of `TILES`.
-        grouped: query heads that share keys go into one tile (dense input without ALiBi only);
-            None decides by the lengths.
+        grouped: query heads that share keys go into one tile (without ALiBi only; of packed input
+            groups of a power of two); None decides by the lengths.
 
     Raises ValueError for a bias, for dropout, and for an out_dtype other than that of q.
     """
@@ -235,11 +235,15 @@ class _ForwardPlan:
 def worth_grouping(call: Call, tile: Tile) -> bool:
     """Whether a tile of all heads that share keys wastes fewer rows than a tile of one head."""
     group = call.num_heads // call.num_heads_kv
-    if group == 1 or group > ROWS or call.packed or call.alibi_slopes is not None:
+    group_rows = triton.next_power_of_2(group)
+    if group == 1 or group > ROWS or call.alibi_slopes is not None:
+        return False
+    if call.packed and group != group_rows:
         return False
     block_m = ROWS * tile.consumers
-    together = triton.cdiv(call.seqlen_q * triton.next_power_of_2(group), block_m)
-    apart = triton.cdiv(call.seqlen_q, block_m) * group
+    rows = max(_rows(call), 1)
+    together = triton.cdiv(rows * group_rows, block_m)
+    apart = triton.cdiv(rows, block_m) * group
     return together < GROUPED_BELOW * apart
 
 
@@ -260,7 +264,7 @@ def _tiles(call: Call, tile: Tile, group: int) -> int:
     block_m = ROWS * tile.consumers
     heads = call.num_heads // group
     if call.packed:
-        return call.row_slots(block_m) * heads
+        return call.row_slots(block_m // triton.next_power_of_2(group)) * heads
     return triton.cdiv(call.seqlen_q * triton.next_power_of_2(group), block_m) * heads * call.batch
 
 

@@ -5,9 +5,10 @@ Three kinds of descriptors (`descriptors` makes them):
     dense     (batch, head, row, column)
     grouped   (batch, head_kv, row, head of the group, column): a tile's rows are the query heads
               that share keys, for each query in turn
-    packed    (turn, end, head, row, column): rows past the sequence's end count as outside the
-              tensor, so they arrive as zeros and are never written, whatever lies behind them. An
-              address is turn * (2**34 - stride) + (end + row) * stride elements; with turn = 2**30
+    packed    (turn, end, head, row, column), of groups (turn, end, row, head, column): rows past
+              the sequence's end count as outside the tensor, so they arrive as zeros and are never
+              written, whatever lies behind them. An address is turn * (2**34 - stride) +
+              (end + row) * stride elements; with turn = 2**30
               the first term is -2**30 * stride in 64 bits, so that row 2**30 - length + i, which
               the descriptor bounds by 2**30, is row i of the sequence
 """
@@ -47,30 +48,33 @@ class Rows:
 
 
 @gluon.jit
-def load_rows(desc, rows, row, COLUMN: gl.constexpr, barrier, tile):
-    """Start copying a tile from `row` and COLUMN on; `barrier` counts its bytes."""
-    block = as_block_of(tile, desc)
+def _coordinates(rows, row, COLUMN: gl.constexpr):
+    """Where a tile from `row` and COLUMN on begins, by the descriptor's dimensions."""
+    GROUP: gl.constexpr = rows.GROUP
     if rows.PACKED:
         end = rows.first + rows.length
-        load_tile(desc, [TURN, end, rows.head, TURN - rows.length + row, COLUMN], barrier, block)
-    elif rows.GROUP > 1:
-        place = [rows.batch, rows.head, rows.first + row // rows.GROUP, 0, COLUMN]
-        load_tile(desc, place, barrier, block)
+        place = TURN - rows.length + row // GROUP
+        if GROUP > 1:
+            found = (TURN, end, place, rows.head * GROUP, COLUMN)
+        else:
+            found = (TURN, end, rows.head, place, COLUMN)
+    elif GROUP > 1:
+        found = (rows.batch, rows.head, rows.first + row // GROUP, 0, COLUMN)
     else:
-        load_tile(desc, [rows.batch, rows.head, rows.first + row, COLUMN], barrier, block)
+        found = (rows.batch, rows.head, rows.first + row, COLUMN)
+    return found
+
+
+@gluon.jit
+def load_rows(desc, rows, row, COLUMN: gl.constexpr, barrier, tile):
+    """Start copying a tile from `row` and COLUMN on; `barrier` counts its bytes."""
+    load_tile(desc, _coordinates(rows, row, COLUMN), barrier, as_block_of(tile, desc))
 
 
 @gluon.jit
 def store_rows(desc, rows, row, COLUMN: gl.constexpr, tile):
     """Start writing a tile from `row` and COLUMN on; rows past the last one are not written."""
-    block = as_block_of(tile, desc)
-    if rows.PACKED:
-        end = rows.first + rows.length
-        store_tile(desc, [TURN, end, rows.head, TURN - rows.length + row, COLUMN], block)
-    elif rows.GROUP > 1:
-        store_tile(desc, [rows.batch, rows.head, rows.first + row // rows.GROUP, 0, COLUMN], block)
-    else:
-        store_tile(desc, [rows.batch, rows.head, rows.first + row, COLUMN], block)
+    store_tile(desc, _coordinates(rows, row, COLUMN), as_block_of(tile, desc))
 
 
 @gluon.jit

@@ -208,8 +208,9 @@ def place_of(sizes, program, lengths, BLOCK_M: gl.constexpr):
         batch, head, start_m, first_q, first_k, seqlen_q, seqlen_k, _ = rows_of_slot(
             program, lengths[0], lengths[1], lengths[2], lengths[3],
             sizes.batch_size, sizes.num_heads, sizes.seqlen_q, sizes.seqlen_k,
-            BLOCK_M, True, sizes.RIGHT,
+            BLOCK_M // sizes.GROUP, True, sizes.RIGHT,
         )  # fmt: skip
+        start_m = start_m * sizes.GROUP
     else:
         batch, head, start_m = tile_in_sections(
             program, sizes.batch_size, sizes.num_heads, sizes.seqlen_q * sizes.GROUP,
