@@ -93,7 +93,7 @@ def inputs(seqlen_q, seqlen_k, head_dim, heads=4, heads_kv=2, dtype=torch.bfloat
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_masks_and_lengths(head_dim, mask, deterministic):
     for lengths in LENGTHS:
         q, k, v = inputs(*lengths, head_dim)
@@ -102,7 +102,7 @@ def test_masks_and_lengths(head_dim, mask, deterministic):
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("feature", ["softcap", "alibi", "sinks", "lse", "fp16", "mha", "mqa"])
 def test_features(head_dim, feature, deterministic):
     dtype = torch.float16 if feature == "fp16" else torch.bfloat16
@@ -134,7 +134,7 @@ def test_what_nobody_sees_shows_nowhere():
     assert (ours[0][:, : 517 - 130] == 0).all()
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_deterministic_runs_are_the_same_bits(head_dim):
     q, k, v = inputs(1000, 1000, head_dim)
     torch.manual_seed(0)
@@ -147,7 +147,7 @@ def test_deterministic_runs_are_the_same_bits(head_dim):
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("mask", ["full", "causal", "top-left", "window"])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_packed_input_is_each_sequence_alone(head_dim, mask, deterministic):
     """Sequences of no rows, of no keys and of rows without keys among them; slack holds NaN."""
     lengths = [(300, 300), (1, 200), (0, 70), (129, 0), (517, 130), (64, 700)]
@@ -203,6 +203,17 @@ def test_packed_input_is_each_sequence_alone(head_dim, mask, deterministic):
         deterministic=deterministic,
     )
     assert_close(ours[:3], expected, LIMITS[q.dtype])
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("widths", [(96, 96), (192, 128), (40, 72), (128, 192)])
+def test_other_widths_are_padded(widths, deterministic):
+    head_dim, head_dim_v = widths
+    for lengths in ((333, 333), (130, 517)):
+        q, k, _ = inputs(*lengths, head_dim)
+        _, _, v = inputs(*lengths, head_dim_v)
+        found = gradients(q, k, v, {"causal": True}, deterministic=deterministic)
+        assert_close(*found, LIMITS[q.dtype])
 
 
 def test_strides_and_addresses_that_tma_cannot_take():

@@ -189,6 +189,7 @@ def flashdig_hopper_backward_dq(
     HEAD_DIM: gl.constexpr,
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
+    STAGES_V: gl.constexpr,
     PACKED: gl.constexpr,
     TOP_LEFT: gl.constexpr,
     LEFT: gl.constexpr,
@@ -204,7 +205,7 @@ def flashdig_hopper_backward_dq(
     for c in gl.static_range(2):
         mbarrier.init(rows_full.index(c), count=1)
     key_ring = new_ring(dtype, BLOCK_N, HEAD_DIM, STAGES, 2)
-    value_ring = new_ring(dtype, BLOCK_N, HEAD_DIM, STAGES, 2)
+    value_ring = new_ring(dtype, BLOCK_N, HEAD_DIM, STAGES_V, 2)
     fence_async_shared()
 
     if PACKED:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from flashdig.kernels.hopper.backward_pre_post import (
     flashdig_hopper_backward_postprocess,
     flashdig_hopper_backward_preprocess,
 )
+from flashdig.kernels.hopper.backward_wide import flashdig_hopper_backward_wide
 from flashdig.kernels.hopper.descriptors import tiles_of
 from flashdig.kernels.triton.arguments import LOG2_E, check_grid
 
@@ -25,12 +27,15 @@ BLOCK_N = 128
 PADDED_ROWS = 128
 # 16-bit elements in 16 bytes: strides are multiples of it
 UNIT = 8
-# head_dim -> (rows of a tile, buffers of Q and of dO, how early the next S^T is started)
-TILES = {64: (128, 3, 1, 1), 128: (64, 3, 1, 1)}
+# width of the tiles -> (rows of a tile, buffers of Q and of dO, how early the next S^T is started);
+# a narrower head_dim or head_dim_v arrives padded with zeros
+TILES = {64: (128, 3, 1, 1), 128: (64, 3, 1, 1), 256: (64, 2, 0, 0)}
 # the same where dQ is made apart
-DKDV_TILES = {64: (128, 3, 0, 1), 128: (64, 3, 1, 1)}
-# head_dim -> (keys of a tile, buffers of K and of V) of dQ's own kernel
-DQ_TILES = {64: (128, 2), 128: (128, 2)}
+DKDV_TILES = {64: (128, 3, 0, 1), 128: (64, 3, 1, 1), 256: (64, 2, 0, 0)}
+# width -> (keys of a tile, buffers of K, buffers of V) of dQ's own kernel
+DQ_TILES = {64: (128, 2, 2), 128: (128, 2, 2), 256: (32, 2, 2)}
+# widths of the kernel of `backward_wide`, whose tiles have 64 rows and 64 keys
+WIDE = (256,)
 # bytes of what one section's heads read and write that may share the L2 cache
 L2_BYTES = 32 * 2**20
 PREPROCESS_ROWS = 32
@@ -43,8 +48,8 @@ class Call:
 
     Attributes:
         grad_out, q, k, v, out: dense (batch, seqlen, heads, head_dim) or packed (total, heads,
-            head_dim), float16 or bfloat16, one head_dim of `TILES`, strides and addresses that TMA
-            can take; no size is zero.
+            head_dim), float16 or bfloat16, head_dim and head_dim_v at most 256 and multiples of 8,
+            strides and addresses that TMA can take; no size is zero.
         lse: (batch, num_heads, seqlen_q) or (num_heads, total_q), float32, contiguous; grad_lse:
             the same shape, or None.
         cu_seqlens_q to seqused_k: of packed input; the last two may be None.
@@ -92,8 +97,10 @@ class Call:
         return self.k.shape[-3]
 
     @property
-    def head_dim(self) -> int:
-        return self.q.shape[-1]
+    def width(self) -> int:
+        """The head_dim that the kernels are compiled for."""
+        wider = max(self.q.shape[-1], self.v.shape[-1])
+        return next(width for width in TILES if wider <= width)
 
     @property
     def group_size(self) -> int:
@@ -162,7 +169,7 @@ class Call:
 
     def constants(self) -> dict[str, Any]:
         return {
-            "HEAD_DIM": self.head_dim,
+            "HEAD_DIM": self.width,
             "PACKED": self.packed,
             "TOP_LEFT": self.packed and self.top_left,
             "LEFT": self.window_left >= 0,
@@ -184,7 +191,7 @@ def hopper_backward(
     *,
     dq_apart: bool = False,
     tiles: tuple[int, int, int, int] | None = None,
-    dq_tiles: tuple[int, int] | None = None,
+    dq_tiles: tuple[int, int, int] | None = None,
 ) -> None:
     """Write the gradients of a call.
 
@@ -197,15 +204,15 @@ def hopper_backward(
     """
     sums = None
     if dq is not None and dk is not None and not dq_apart:
-        shape = (*call.padded_shape, call.head_dim)
+        shape = (*call.padded_shape, call.width)
         sums = torch.empty(shape, dtype=torch.float32, device=call.q.device)
-    tiles = tiles or (DKDV_TILES if sums is None else TILES)[call.head_dim]
+    tiles = tiles or (DKDV_TILES if sums is None else TILES)[call.width]
     statistics = _preprocess(call, sums, delta)
     if dk is not None and dv is not None:
         _main(call, statistics, sums, dk, dv, tiles)
     if dq is not None:
         if sums is None:
-            _dq(call, statistics, dq, dq_tiles or DQ_TILES[call.head_dim])
+            _dq(call, statistics, dq, dq_tiles or DQ_TILES[call.width])
         else:
             _postprocess(call, sums, dq, tiles[0])
 
@@ -231,8 +238,8 @@ def _preprocess(call: Call, sums: torch.Tensor | None, delta: torch.Tensor | Non
         *call.strides(call.grad_out),
         *dlse_strides,
         *call.row_numbers(),
-        HEAD_DIM_V=call.head_dim,
-        BLOCK_DV=triton.next_power_of_2(call.head_dim),
+        HEAD_DIM_V=call.v.shape[-1],
+        BLOCK_DV=triton.next_power_of_2(call.v.shape[-1]),
         UNIT=UNIT,
         BLOCK_M=rows,
         **call.constants(),
@@ -250,45 +257,50 @@ def _main(
     tiles: tuple[int, int, int, int],
 ) -> None:
     block_m, stages, ahead, persistent = tiles
+    wide = call.width in WIDE
+    block_n, of_consumer = (64, 64) if wide else (BLOCK_N, BLOCK_N // 2)
+    constants = {"BLOCK_M": block_m, "AHEAD": ahead} if not wide else {}
     num_heads_kv = call.k.shape[-2]
-    row_bytes = call.head_dim * (2 * call.q.element_size() + (4 if sums is not None else 0))
+    row_bytes = call.width * (2 * call.q.element_size() + (4 if sums is not None else 0))
     head_bytes = call.seqlen_q * row_bytes * call.group_size
-    programs = call.programs(call.seqlen_k, BLOCK_N, num_heads_kv)
+    programs = call.programs(call.seqlen_k, block_n, num_heads_kv)
     if persistent:
         programs = min(programs, multiprocessors(call.q.device))
-    flashdig_hopper_backward[(programs,)](
-        _tiles_of(call.q, block_m),
-        _tiles_of(call.grad_out, block_m),
-        _tiles_of(call.k, BLOCK_N),
-        _tiles_of(call.v, BLOCK_N),
-        _tiles_of(dk, BLOCK_N // 2),
-        _tiles_of(dv, BLOCK_N // 2),
+    kernel = flashdig_hopper_backward_wide if wide else flashdig_hopper_backward
+    kernel[(programs,)](
+        _tiles_of(call.q, block_m, call.width),
+        _tiles_of(call.grad_out, block_m, call.width),
+        _tiles_of(call.k, block_n, call.width),
+        _tiles_of(call.v, block_n, call.width),
+        _tiles_of(dk, of_consumer, call.width),
+        _tiles_of(dv, of_consumer, call.width),
         _statistics_of(statistics[0], block_m),
         _statistics_of(statistics[1], block_m),
         sums,
         call.alibi_slopes,
         *call.lengths(),
         *call.numbers(call.together(call.batch * num_heads_kv, head_bytes)),
-        BLOCK_M=block_m,
         STAGES=stages,
         SOFTCAP=call.softcap > 0.0,
         WITH_DQ=sums is not None,
-        AHEAD=ahead,
+        **constants,
         **call.constants(),
         num_warps=4,
     )
 
 
-def _dq(call: Call, statistics: torch.Tensor, dq: torch.Tensor, tiles: tuple[int, int]) -> None:
-    block_n, stages = tiles
+def _dq(
+    call: Call, statistics: torch.Tensor, dq: torch.Tensor, tiles: tuple[int, int, int]
+) -> None:
+    block_n, stages, stages_v = tiles
     num_heads = call.q.shape[-2]
-    head_bytes = 2 * call.seqlen_k * call.head_dim * call.k.element_size()
+    head_bytes = 2 * call.seqlen_k * call.width * call.k.element_size()
     flashdig_hopper_backward_dq[(call.programs(call.seqlen_q, 128, num_heads),)](
-        _tiles_of(call.q, 64),
-        _tiles_of(call.grad_out, 64),
-        _tiles_of(call.k, block_n),
-        _tiles_of(call.v, block_n),
-        _tiles_of(dq, 64),
+        _tiles_of(call.q, 64, call.width),
+        _tiles_of(call.grad_out, 64, call.width),
+        _tiles_of(call.k, block_n, call.width),
+        _tiles_of(call.v, block_n, call.width),
+        _tiles_of(dq, 64, call.width),
         statistics[0],
         statistics[1],
         call.alibi_slopes,
@@ -296,6 +308,7 @@ def _dq(call: Call, statistics: torch.Tensor, dq: torch.Tensor, tiles: tuple[int
         *call.numbers(call.together(call.batch * num_heads, head_bytes)),
         BLOCK_N=block_n,
         STAGES=stages,
+        STAGES_V=stages_v,
         SOFTCAP=call.softcap > 0.0,
         **call.constants(),
         num_warps=4,
@@ -312,6 +325,7 @@ def _postprocess(call: Call, sums: torch.Tensor, dq: torch.Tensor, block_m: int)
         *call.strides(dq),
         *call.row_numbers(),
         call.softmax_scale,
+        COLUMNS_OF_DQ=dq.shape[-1],
         BLOCK_M=block_m,
         UNIT=UNIT,
         **call.constants(),
@@ -327,9 +341,14 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _tiles_of(x: torch.Tensor, rows: int) -> TensorDescriptor:
-    """A descriptor that copies tiles of rows of one head."""
-    return tiles_of("x", x, rows)["x"].descriptor(x)
+def _tiles_of(x: torch.Tensor, rows: int, width: int) -> TensorDescriptor:
+    """A descriptor that copies tiles of rows of one head; columns past the last arrive as zeros and
+    are not written."""
+    (tile, *_) = tiles_of("x", x, rows).values()
+    block = (*tile.block[:-1], width)
+    dtype = gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16
+    layout = gl.NVMMASharedLayout.get_default_for(list(block), dtype)
+    return dataclasses.replace(tile, block=block, layout=layout).descriptor(x)
 
 
 def _statistics_of(x: torch.Tensor, rows: int) -> TensorDescriptor:

@@ -77,7 +77,7 @@ def _put_rows(ring, statistics, step, desc, statistics_desc, query_rows, row, st
 
 
 @gluon.jit
-def _produce(
+def produce(
     q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc, cu_q_ptr, cu_k_ptr, used_q_ptr,
     used_k_ptr, shared, problem, grid,
 ):  # fmt: skip
@@ -92,7 +92,7 @@ def _produce(
             )
         )
         if start_n < seqlen_k:
-            of_sequence = _with(problem, seqlen_q, seqlen_k, offset, problem.slope)
+            of_sequence = of_sequence_and_head(problem, seqlen_q, seqlen_k, offset, problem.slope)
             first, _, _, end = row_tiles(of_sequence, start_n, BLOCK_M, BLOCK_N)
             key_rows = Rows(batch, head_kv, first_k, seqlen_k, grid.PACKED, 1)
             full = shared.kv_full
@@ -120,7 +120,7 @@ def _produce(
 
 
 @gluon.jit
-def _consumers_meet():
+def consumers_meet():
     """All threads of both consumers wait for each other, at a hardware barrier of their own."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     gl.inline_asm_elementwise(
@@ -211,7 +211,7 @@ def _walk(
             exchange = shared.dscores.index(step & 1)
             exchange.slice(CONSUMER * KEYS, KEYS, 0).store(ds_half)
             fence_async_shared()
-            _consumers_meet()
+            consumers_meet()
             dv, _ = warpgroup_mma_wait(1 if AHEAD == 2 else 0, deps=(dv_started, p))
             release(shared.grads, step)
             if AHEAD == 1:
@@ -244,7 +244,7 @@ def _walk(
 
 
 @gluon.jit
-def _with(problem, seqlen_q, seqlen_k, offset, slope):
+def of_sequence_and_head(problem, seqlen_q, seqlen_k, offset, slope):
     """The problem of one sequence and head."""
     return Problem(
         seqlen_q, seqlen_k, offset, problem.left, problem.right, problem.score_factor,
@@ -278,7 +278,7 @@ def _make_columns(
     dv = gl.zeros([KEYS, HEAD_DIM], gl.float32, d_layout)
     zeros = gl.zeros([KEYS, BLOCK_M], gl.float32, s_layout)
     products = zeros
-    of_sequence = _with(problem, seqlen_q, seqlen_k, offset, problem.slope)
+    of_sequence = of_sequence_and_head(problem, seqlen_q, seqlen_k, offset, problem.slope)
     first, full_first, full_end, end = row_tiles(of_sequence, start_n, BLOCK_M, BLOCK_N)
     mbarrier.wait(shared.kv_full, walks & 1)
     if AHEAD > 0:
@@ -292,7 +292,7 @@ def _make_columns(
         of_head = of_sequence
         if problem.ALIBI:
             slope = gl.load(slopes_ptr + head)
-            of_head = _with(problem, seqlen_q, seqlen_k, offset, slope)
+            of_head = of_sequence_and_head(problem, seqlen_q, seqlen_k, offset, slope)
         dq_head = dq_ptr
         if WITH_DQ:
             dq_head += padded_start(grid, batch, head, padded_row) * HEAD_DIM
@@ -320,7 +320,7 @@ def _make_columns(
     staging = shared.dscores._reinterpret(dtype, [HALVES, KEYS, HEAD_DIM], half)
     key_rows = Rows(batch, head_kv, first_k, seqlen_k, grid.PACKED, 1)
     row = start_n + CONSUMER * KEYS
-    _consumers_meet()
+    consumers_meet()
     _store_half(dv_desc, dv, staging.index(CONSUMER), key_rows, row)
     if HALVES == 2:
         wait_for_tile_stores(0)
@@ -329,7 +329,7 @@ def _make_columns(
         own = staging.index(2 + CONSUMER)
     _store_half(dk_desc, dk * softmax_scale, own, key_rows, row)
     wait_for_tile_stores(0)
-    _consumers_meet()
+    consumers_meet()
     return done
 
 
@@ -477,7 +477,7 @@ def flashdig_hopper_backward(
         (_consume, (dk_desc, dv_desc, dq_ptr, slopes_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
                     seqused_q_ptr, seqused_k_ptr, shared, problem, grid, stride_slopes_b,
                     softmax_scale, 1, WITH_DQ, AHEAD)),
-        (_produce, (q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc, cu_seqlens_q_ptr,
+        (produce, (q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc, cu_seqlens_q_ptr,
                     cu_seqlens_k_ptr, seqused_q_ptr, seqused_k_ptr, shared, problem, grid)),
     ], [4, 1], [240, 24])
     # fmt: on

@@ -158,6 +158,7 @@ def flashdig_hopper_backward_postprocess(
     right,
     softmax_scale,
     HEAD_DIM: gl.constexpr,
+    COLUMNS_OF_DQ: gl.constexpr,
     BLOCK_M: gl.constexpr,
     UNIT: gl.constexpr,
     PACKED: gl.constexpr,
@@ -211,4 +212,4 @@ def flashdig_hopper_backward_postprocess(
         else:
             row += (half % 2) * 64
         to = (first_q + row).to(gl.int64)[:, None] * (stride_m * UNIT) + column[None, :]
-        gl.store(out_ptr + to, x, mask=(row < seqlen)[:, None] & (column >= 0)[None, :])
+        gl.store(out_ptr + to, x, mask=(row < seqlen)[:, None] & (column < COLUMNS_OF_DQ)[None, :])

@@ -1,0 +1,366 @@
+"""Backward attention for Hopper, head_dim above 128: dK and dV have a consumer warpgroup each.
+
+One warpgroup cannot hold both of them. A tile of 64 keys stays, the rows that see it walk by:
+
+    producer     K and V once; then tiles of Q and dO with their log-sum-exp and delta (TMA)
+    dV's         S_i^T = K Q_i^T, P_i^T to shared memory, dV += P_i^T dO_i; then the left half of
+                 dQ_{i-1} = dS_{i-1} K
+    dK's         dP_i^T = V dO_i^T, dS_i^T to shared memory, dK += dS_i^T Q_i, the right half of
+                 dQ_i
+
+dV's warpgroup is a step ahead, so that the two seldom wait for each other. dQ is added up in
+float32 from registers, as in `backward_main`.
+"""
+
+from flashdig.kernels.gluon_api import (
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    wait_for_tile_stores,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from flashdig.kernels.hopper.backward_main import (
+    Shared,
+    add_registers,
+    consumers_meet,
+    of_sequence_and_head,
+    produce,
+)
+from flashdig.kernels.hopper.backward_places import Grid, columns_of_tile, padded_start
+from flashdig.kernels.hopper.backward_scores import hidden, places, row_tiles, scores_of
+from flashdig.kernels.hopper.problem import Problem
+from flashdig.kernels.hopper.ring import new_ring, release, take, wait_until_empty
+from flashdig.kernels.hopper.rows import Rows, store_rows
+
+ROWS = gl.constexpr(64)  # of a tile of queries, and keys of a tile
+
+
+@gluon.jit
+def _hand_over(ring, step, x):
+    """x becomes tile number `step` of a ring between the consumers."""
+    full = wait_until_empty(ring, step)
+    ring.tiles.index(step % ring.STAGES).store(x)
+    fence_async_shared()
+    mbarrier.arrive(full, count=1)
+
+
+@gluon.jit
+def _walk_for_dv(
+    dv, dq_before, shared, probs_ring, ds_ring, problem, dq_ptr, start_n, begin, stop,
+    step_of_tile_0, MASKED: gl.constexpr, WITH_DQ: gl.constexpr,
+):  # fmt: skip
+    """Row tiles begin..stop. `dq_before` is where dQ of the step before is added up."""
+    dtype: gl.constexpr = shared.k.dtype
+    HEAD_DIM: gl.constexpr = shared.k.shape[2]
+    HALF: gl.constexpr = HEAD_DIM // 2
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    q_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(0, dv.type.layout, 2)
+    zeros = gl.zeros([ROWS, ROWS], gl.float32, s_layout)
+    zeros_q = gl.zeros([ROWS, HALF], gl.float32, q_layout)
+    for tile in range(begin, stop):
+        step = step_of_tile_0 + tile
+        stage = step % shared.queries.STAGES
+        # always 0, but not to LLVM, which would keep the descriptors of K in registers
+        none = step >> 30
+        k = shared.k.index(none)
+        q = take(shared.queries, step).permute((1, 0))
+        products_started = warpgroup_mma(k, q, zeros, use_acc=False, is_async=True)
+        products = warpgroup_mma_wait(0, deps=(products_started,))
+        lse = shared.lse.index(stage).load(gl.SliceLayout(0, s_layout))
+        release(shared.queries, step)
+        keys, rows = places(products, tile * ROWS, start_n, True)
+        scores, slope = scores_of(products, problem, keys, rows)
+        if MASKED:
+            scores = hidden(scores, problem, keys, rows)
+        probs = gl.exp2(scores * problem.exp_factor - lse[None, :])
+        rounded = probs.to(dtype)
+        p = gl.convert_layout(rounded, operand)
+        if problem.SOFTCAP:  # dS is what the other makes of it
+            rounded = (probs * slope).to(dtype)
+        _hand_over(probs_ring, step, rounded)
+        dout = take(shared.grads, step)
+        dv_started = warpgroup_mma(p, dout, dv, is_async=True)
+        if WITH_DQ:
+            # tile number `step` of the ring is dS of the step before
+            ds = take(ds_ring, step).permute((1, 0))
+            k_columns = k.slice(0, HALF, 1)
+            dq_started = warpgroup_mma(ds, k_columns, zeros_q, use_acc=False, is_async=True)
+            dv, _ = warpgroup_mma_wait(1, deps=(dv_started, p))
+            release(shared.grads, step)
+            dq = warpgroup_mma_wait(0, deps=(dq_started,))
+            release(ds_ring, step)
+            add_registers(dq_before, dq)
+            dq_before = dq_ptr + 2 * tile * (ROWS * HALF)
+        else:
+            dv, _ = warpgroup_mma_wait(0, deps=(dv_started, p))
+            release(shared.grads, step)
+    return dv, dq_before
+
+
+@gluon.jit
+def _make_dv(
+    dv_desc, dq_ptr, slopes_ptr, shared, probs_ring, ds_ring, problem, grid, batch, head_kv,
+    start_n, key_rows, padded_row, WITH_DQ: gl.constexpr,
+):  # fmt: skip
+    HEAD_DIM: gl.constexpr = shared.k.shape[2]
+    HALF: gl.constexpr = HEAD_DIM // 2
+    dtype: gl.constexpr = shared.k.dtype
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    q_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    first, full_first, full_end, end = row_tiles(problem, start_n, ROWS, ROWS)
+    dv = gl.zeros([ROWS, HEAD_DIM], gl.float32, d_layout)
+    dq_before = start_n
+    if WITH_DQ:
+        dq_before = dq_ptr
+        # before the first step: dS of zeros, added where the first tile's will be
+        _hand_over(ds_ring, 0, gl.zeros([ROWS, ROWS], dtype, s_layout))
+        head = head_kv * grid.group_size
+        dq_before += padded_start(grid, batch, head, padded_row) * HEAD_DIM
+        dq_before += 2 * first * (ROWS * HALF)
+    mbarrier.wait(shared.kv_full, 0)
+    done = first * 0
+    for member in range(grid.group_size):
+        head = head_kv * grid.group_size + member
+        dq_head = dq_ptr
+        if WITH_DQ:
+            dq_head += padded_start(grid, batch, head, padded_row) * HEAD_DIM
+        of_head = problem
+        if problem.ALIBI:
+            slope = gl.load(slopes_ptr + head)
+            of_head = of_sequence_and_head(
+                problem, problem.seqlen_q, problem.seqlen_k, problem.offset, slope
+            )
+        # rows cut by the diagonal, whole ones, rows cut on the window's left side
+        dv, dq_before = _walk_for_dv(
+            dv, dq_before, shared, probs_ring, ds_ring, of_head, dq_head, start_n, first,
+            full_first, done - first, True, WITH_DQ,
+        )  # fmt: skip
+        dv, dq_before = _walk_for_dv(
+            dv, dq_before, shared, probs_ring, ds_ring, of_head, dq_head, start_n, full_first,
+            full_end, done - first, False, WITH_DQ,
+        )  # fmt: skip
+        if problem.LEFT:
+            dv, dq_before = _walk_for_dv(
+                dv, dq_before, shared, probs_ring, ds_ring, of_head, dq_head, start_n, full_end,
+                end, done - first, True, WITH_DQ,
+            )  # fmt: skip
+        done += end - first
+    if WITH_DQ:
+        ds = take(ds_ring, done).permute((1, 0))
+        zeros_q = gl.zeros([ROWS, HALF], gl.float32, q_layout)
+        k_columns = shared.k.index(0).slice(0, HALF, 1)
+        dq_started = warpgroup_mma(ds, k_columns, zeros_q, use_acc=False, is_async=True)
+        dq = warpgroup_mma_wait(0, deps=(dq_started,))
+        add_registers(dq_before, dq)
+    # through V's buffer, which nothing reads any more
+    consumers_meet()
+    shared.v.index(0).store(dv.to(dtype))
+    fence_async_shared()
+    store_rows(dv_desc, key_rows, start_n, 0, shared.v.index(0))
+    wait_for_tile_stores(0)
+
+
+@gluon.jit
+def _make_dk(
+    dk_desc, dq_ptr, shared, probs_ring, ds_ring, problem, grid, batch, head_kv, start_n, key_rows,
+    padded_row, softmax_scale, WITH_DQ: gl.constexpr,
+):  # fmt: skip
+    HEAD_DIM: gl.constexpr = shared.k.shape[2]
+    HALF: gl.constexpr = HEAD_DIM // 2
+    dtype: gl.constexpr = shared.k.dtype
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    q_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(0, d_layout, 2)
+    first, _full_first, _full_end, end = row_tiles(problem, start_n, ROWS, ROWS)
+    dk = gl.zeros([ROWS, HEAD_DIM], gl.float32, d_layout)
+    zeros = gl.zeros([ROWS, ROWS], gl.float32, s_layout)
+    zeros_q = gl.zeros([ROWS, HALF], gl.float32, q_layout)
+    mbarrier.wait(shared.kv_full, 0)
+    steps = end - first
+    for step in range(grid.group_size * steps):
+        head = head_kv * grid.group_size + step // steps
+        tile = first + step % steps
+        none = step >> 30
+        dout = take(shared.grads, step).permute((1, 0))
+        v = shared.v.index(none)
+        dprobs_started = warpgroup_mma(v, dout, zeros, use_acc=False, is_async=True)
+        probs = take(probs_ring, step).load(s_layout).to(gl.float32)
+        release(probs_ring, step)
+        delta = shared.delta.index(step % shared.grads.STAGES).load(gl.SliceLayout(0, s_layout))
+        dprobs = warpgroup_mma_wait(0, deps=(dprobs_started,))
+        release(shared.grads, step)
+        rounded = (probs * (dprobs - delta[None, :])).to(dtype)
+        ds = gl.convert_layout(rounded, operand)
+        if WITH_DQ:
+            # after the zeros of the other's start
+            _hand_over(ds_ring, step + 1, rounded)
+            ds_rows = ds_ring.tiles.index((step + 1) % ds_ring.STAGES).permute((1, 0))
+            k_columns = shared.k.index(none).slice(HALF, HALF, 1)
+            dq_started = warpgroup_mma(ds_rows, k_columns, zeros_q, use_acc=False, is_async=True)
+        q = take(shared.queries, step)
+        dk_started = warpgroup_mma(ds, q, dk, is_async=True)
+        if WITH_DQ:
+            dq = warpgroup_mma_wait(1, deps=(dq_started,))
+            dq_head = dq_ptr + padded_start(grid, batch, head, padded_row) * HEAD_DIM
+            add_registers(dq_head + (2 * tile + 1) * (ROWS * HALF), dq)
+        dk, _ = warpgroup_mma_wait(0, deps=(dk_started, ds))
+        release(shared.queries, step)
+    # through K's buffer, which nothing reads any more
+    consumers_meet()
+    shared.k.index(0).store((dk * softmax_scale).to(dtype))
+    fence_async_shared()
+    store_rows(dk_desc, key_rows, start_n, 0, shared.k.index(0))
+    wait_for_tile_stores(0)
+
+
+@gluon.jit
+def _consume(
+    dk_desc, dv_desc, dq_ptr, slopes_ptr, cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr, shared,
+    probs_ring, ds_ring, problem, grid, stride_slopes_b, softmax_scale,
+    FOR_DV: gl.constexpr, WITH_DQ: gl.constexpr,
+):  # fmt: skip
+    batch, head_kv, start_n, _first_q, seqlen_q, first_k, seqlen_k, offset, padded_row = (
+        columns_of_tile(
+            grid, problem, cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr, gl.program_id(0), ROWS
+        )
+    )
+    of_sequence = of_sequence_and_head(problem, seqlen_q, seqlen_k, offset, problem.slope)
+    key_rows = Rows(batch, head_kv, first_k, seqlen_k, grid.PACKED, 1)
+    if start_n < seqlen_k:
+        if FOR_DV:
+            if problem.ALIBI:
+                slopes_ptr += batch * stride_slopes_b
+            _make_dv(
+                dv_desc, dq_ptr, slopes_ptr, shared, probs_ring, ds_ring, of_sequence, grid,
+                batch, head_kv, start_n, key_rows, padded_row, WITH_DQ,
+            )  # fmt: skip
+        else:
+            _make_dk(
+                dk_desc, dq_ptr, shared, probs_ring, ds_ring, of_sequence, grid, batch, head_kv,
+                start_n, key_rows, padded_row, softmax_scale, WITH_DQ,
+            )  # fmt: skip
+
+
+def kernel_name(specialization):
+    c = specialization.constants
+    dtype = "bf16" if "bf16" in specialization.signature["q_desc"] else "fp16"
+    mask = "window" if c["LEFT"] else "causal" if c["RIGHT"] else "full"
+    packed = "_varlen" if c["PACKED"] else ""
+    made = "backward" if c["WITH_DQ"] else "backward_dkdv"
+    return f"flashdig_hopper_{made}_{dtype}_d{c['HEAD_DIM']}_m64n64_{mask}{packed}"
+
+
+@gluon.jit(
+    repr=kernel_name,
+    do_not_specialize=[
+        "batch_size",
+        "num_heads",
+        "group_size",
+        "seqlen_q",
+        "seqlen_k",
+        "padded_q",
+        "offset",
+        "heads_together",
+        "left",
+        "right",
+        "score_factor",
+        "exp_factor",
+        "softcap",
+        "softmax_scale",
+        "stride_slopes_b",
+    ],
+)
+def flashdig_hopper_backward_wide(
+    q_desc,
+    dout_desc,
+    k_desc,
+    v_desc,
+    dk_desc,
+    dv_desc,
+    lse_desc,
+    delta_desc,
+    dq_ptr,
+    slopes_ptr,
+    cu_seqlens_q_ptr,
+    cu_seqlens_k_ptr,
+    seqused_q_ptr,
+    seqused_k_ptr,
+    batch_size,
+    num_heads,
+    group_size,
+    seqlen_q,
+    seqlen_k,
+    padded_q,
+    offset,
+    heads_together,
+    left,
+    right,
+    score_factor,
+    exp_factor,
+    softcap,
+    softmax_scale,
+    stride_slopes_b,
+    HEAD_DIM: gl.constexpr,
+    STAGES: gl.constexpr,
+    PACKED: gl.constexpr,
+    TOP_LEFT: gl.constexpr,
+    LEFT: gl.constexpr,
+    RIGHT: gl.constexpr,
+    SOFTCAP: gl.constexpr,
+    WITH_DQ: gl.constexpr,
+):
+    dtype: gl.constexpr = q_desc.dtype
+    tile_kv: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, HEAD_DIM], dtype)
+    statistics: gl.constexpr = lse_desc.layout
+    kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    kv_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(kv_full, count=1)
+    mbarrier.init(kv_empty, count=2)
+    probs_ring = new_ring(dtype, ROWS, ROWS, 2, 1)
+    ds_ring = new_ring(dtype, ROWS, ROWS, 2, 1)
+    shared = Shared(
+        gl.allocate_shared_memory(dtype, [1, ROWS, HEAD_DIM], tile_kv),
+        gl.allocate_shared_memory(dtype, [1, ROWS, HEAD_DIM], tile_kv),
+        kv_full,
+        kv_empty,
+        new_ring(dtype, ROWS, HEAD_DIM, STAGES, 2),
+        new_ring(dtype, ROWS, HEAD_DIM, STAGES, 2),
+        gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], statistics),
+        gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], statistics),
+        ds_ring.tiles,
+    )
+    fence_async_shared()
+
+    num_heads_kv = num_heads // group_size
+    tiles_n = gl.cdiv(seqlen_k, ROWS)
+    tiles = batch_size * num_heads_kv * tiles_n
+    if PACKED:  # slots that are enough wherever the sequences begin
+        tiles_n = seqlen_k // ROWS + batch_size
+        tiles = num_heads_kv * tiles_n
+    grid = Grid(
+        tiles, tiles_n, batch_size, num_heads_kv, group_size, heads_together, padded_q,
+        PACKED, TOP_LEFT,
+    )  # fmt: skip
+    problem = Problem(
+        seqlen_q, seqlen_k, offset, left, right, score_factor, exp_factor, softcap,
+        score_factor * 0.0, LEFT, RIGHT, SOFTCAP, slopes_ptr is not None,
+    )  # fmt: skip
+
+    # the tuples stand inside the calls: bound to a name, their constants would become tensors
+    # fmt: off
+    gl.warp_specialize([
+        (_consume, (dk_desc, dv_desc, dq_ptr, slopes_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
+                    seqused_q_ptr, seqused_k_ptr, shared, probs_ring, ds_ring, problem, grid,
+                    stride_slopes_b, softmax_scale, True, WITH_DQ)),
+        (_consume, (dk_desc, dv_desc, dq_ptr, slopes_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
+                    seqused_q_ptr, seqused_k_ptr, shared, probs_ring, ds_ring, problem, grid,
+                    stride_slopes_b, softmax_scale, False, WITH_DQ)),
+        (produce, (q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc, cu_seqlens_q_ptr,
+                   cu_seqlens_k_ptr, seqused_q_ptr, seqused_k_ptr, shared, problem, grid)),
+    ], [4, 1], [240, 24])
+    # fmt: on
