@@ -167,9 +167,7 @@ class _ForwardPlan:
     __slots__ = ("_blocks", "_clear_slack", "_launch", "_make_lse", "_make_out")
 
     def __init__(self, call: Call, config: Tile | None, grouped: bool | None) -> None:
-        tile = config or tile_of(
-            call.head_dim, call.head_dim_v, _rows(call), call.window_right >= 0
-        )
+        tile = config or _tile(call)
         if grouped is None:
             grouped = worth_grouping(call, tile)
         group = call.num_heads // call.num_heads_kv if grouped else 1
@@ -245,6 +243,13 @@ def worth_grouping(call: Call, tile: Tile) -> bool:
     together = triton.cdiv(rows * group_rows, block_m)
     apart = triton.cdiv(rows, block_m) * group
     return together < GROUPED_BELOW * apart
+
+
+def _tile(call: Call) -> Tile:
+    """With ALiBi, or softcap at head_dim 64, three consumers would spill: the tile of few rows."""
+    capped = call.softcap > 0.0 and padded(call.head_dim) == 64
+    rows = 0 if call.alibi_slopes is not None or capped else _rows(call)
+    return tile_of(call.head_dim, call.head_dim_v, rows, call.window_right >= 0)
 
 
 def _rows(call: Call) -> int:
