@@ -1,0 +1,66 @@
+"""Compiles the cache's kernels without a GPU, by their own launchers.
+
+`python -m tests.compile.cache_kernels` prints, as JSON, each architecture's kernels.
+"""
+
+import json
+import sys
+from typing import Any
+
+import torch
+import triton
+
+from flashdig.evidence.offline_worker import driver_for
+from flashdig.kernels.triton import decode_launch
+from flashdig.kernels.triton.append_kv import append_rows
+from flashdig.kernels.triton.decode_launch import cache_attention
+
+BATCH, HEADS, HEADS_KV, SEQLEN = 2, 8, 2, 4096
+# one call an architecture; together they meet every schedule, cache and dtype
+CALLS: dict[str, dict[str, Any]] = {
+    "sm_80": {"cache": torch.float8_e4m3fn, "dim": 64},
+    "sm_90": {"page": 16, "dim": 64, "append": True},
+    "sm_100": {"dim": 64, "tokens": 64, "invariant": True},
+    "sm_120": {"dim": 64, "dtype": torch.float16, "page": 16, "balanced": True},
+}
+
+
+def meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def launch(arch: str) -> None:
+    call = CALLS[arch]
+    dtype = call.get("dtype", torch.bfloat16)
+    dim, tokens, page = call["dim"], call.get("tokens", 1), call.get("page", 0)
+    shape = (64, page) if page else (BATCH, SEQLEN)
+    k, v = (meta(*shape, HEADS_KV, dim, dtype=call.get("cache", dtype)) for _ in range(2))
+    lengths = meta(BATCH, dtype=torch.int32)
+    table = meta(BATCH, SEQLEN // page, dtype=torch.int32) if page else None
+    if call.get("append"):
+        angles = meta(SEQLEN, dim // 2, dtype=dtype)
+        new = meta(BATCH, tokens, HEADS_KV, dim, dtype=dtype)
+        turning = (angles, angles, None)
+        append_rows(new, k, lengths, table, None, None, turning, None, interleaved=False)
+    cache_attention(
+        meta(BATCH, tokens, HEADS, dim, dtype=dtype), k, v, lengths, None, None, table,
+        *(None,) * 9, softmax_scale=0.1, softcap=0.0, window_left=-1, window_right=0,
+        top_left=False, allow_tf32=False, seqlen_new=tokens,
+        num_splits=0 if call.get("invariant") else 2,
+        batch_invariant=call.get("invariant", False), balanced=call.get("balanced"), arch=arch,
+        dependent_launch=arch in ("sm_90", "sm_100"),
+    )  # fmt: skip
+
+
+def compiled(arch: str) -> list[dict[str, Any]]:
+    driver = driver_for(arch)
+    triton.runtime.driver.set_active(driver)
+    triton.knobs.compilation.listener = driver.note_files
+    decode_launch._fp8_hardware = lambda device: arch != "sm_80"
+    launch(arch)
+    names = ("name", "registers", "stack_bytes", "shared_bytes", "opcodes")
+    return [{name: kernel[name] for name in names} for kernel in driver.launched]
+
+
+if __name__ == "__main__":
+    json.dump({arch: compiled(arch) for arch in CALLS}, sys.stdout)
