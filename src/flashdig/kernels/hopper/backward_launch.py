@@ -32,6 +32,8 @@ UNIT = 8
 TILES = {64: (128, 3, 1, 1), 128: (64, 3, 1, 1), 256: (64, 2, 0, 0)}
 # the same where dQ is made apart
 DKDV_TILES = {64: (128, 3, 0, 1), 128: (64, 3, 1, 1), 256: (64, 2, 0, 0)}
+# with softcap or ALiBi 128 rows would spill
+SCALED_TILES = {**TILES, 64: (64, 3, 1, 1)}
 # width -> (keys of a tile, buffers of K, buffers of V) of dQ's own kernel
 DQ_TILES = {64: (128, 2, 2), 128: (128, 2, 2), 256: (32, 2, 2)}
 # widths of the kernel of `backward_wide`, whose tiles have 64 rows and 64 keys
@@ -129,13 +131,17 @@ class Call:
             return 1
         return max(1, min(heads, L2_BYTES // head_bytes))
 
+    @property
+    def scaled(self) -> bool:
+        """Scores are more than scaled products."""
+        return self.softcap > 0.0 or self.alibi_slopes is not None
+
     def lengths(self) -> tuple[torch.Tensor | None, ...]:
         return self.cu_seqlens_q, self.cu_seqlens_k, self.seqused_q, self.seqused_k
 
     def numbers(self, together: int) -> tuple[Any, ...]:
         """The numbers that the kernels of a walk take, in their order."""
         slopes = self.alibi_slopes
-        scaled = self.softcap > 0.0 or slopes is not None
         factor = self.softmax_scale / self.softcap if self.softcap > 0.0 else self.softmax_scale
         return (
             self.batch,
@@ -149,7 +155,7 @@ class Call:
             max(self.window_left, 0),
             max(self.window_right, 0),
             factor,
-            LOG2_E if scaled else self.softmax_scale * LOG2_E,
+            LOG2_E if self.scaled else self.softmax_scale * LOG2_E,
             self.softcap,
             self.softmax_scale,
             slopes.stride(0) if slopes is not None and slopes.dim() == 2 else 0,
@@ -206,7 +212,10 @@ def hopper_backward(
     if dq is not None and dk is not None and not dq_apart:
         shape = (*call.padded_shape, call.width)
         sums = torch.empty(shape, dtype=torch.float32, device=call.q.device)
-    tiles = tiles or (DKDV_TILES if sums is None else TILES)[call.width]
+    table = DKDV_TILES if sums is None else TILES
+    if call.scaled:
+        table = SCALED_TILES
+    tiles = tiles or table[call.width]
     statistics = _preprocess(call, sums, delta)
     if dk is not None and dv is not None:
         _main(call, statistics, sums, dk, dv, tiles)
