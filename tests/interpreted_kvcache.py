@@ -43,12 +43,32 @@ CASES = {
     "batch invariant": {"schedule": "invariant", "head_dims": (40, 24), "terms": "leftpad"},
     "fp8 cache": {"fp8": True, "dtype": "float16", "append": "new", "terms": "ALiBi"},
 }
-OTHERS = ("dealt out evenly", "packed queries over pages", "one token and many")
+OTHERS = ("rounding to fp8", "dealt out evenly", "packed queries over pages", "one token and many")
 
 
 def conformance(name):
     features = {**PLAIN, **CASES[name]}
     return judge(make_case(features, random.Random(name), "cpu"))
+
+
+def rounding():
+    """Every number of both formats, halfway points, subnormal and huge numbers, as torch rounds."""
+    from flashdig.kernels.triton.append_kv import append_rows
+
+    generator = torch.Generator().manual_seed(0)
+    exponents = torch.randint(-24, 18, (2000,), generator=generator).float()
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        largest = torch.finfo(dtype).max
+        exact = torch.arange(256).to(torch.uint8).view(dtype).float().nan_to_num(0.0, 1e9, -1e9)
+        x = torch.cat((torch.randn(2000, generator=generator) * exponents.exp2(), exact,
+                       exact[:126].lerp(exact[1:127], 0.5)))[: 148 * 16].view(1, 148, 1, 16)  # fmt: skip
+        cache = torch.zeros(x.shape).to(dtype)
+        start = torch.zeros(1, dtype=torch.int32)
+        append_rows(x, cache, start, None, None, None, None, None, interleaved=True)
+        wrong = cache.float() != x.clamp(-largest, largest).to(dtype).float()
+        if wrong.any():
+            return f"{dtype}: {x[wrong][0]} became {cache.float()[wrong][0]}"
+    return None
 
 
 def dealt_out():
@@ -109,7 +129,7 @@ def one_and_many():
 
 def main() -> None:
     found = {name: conformance(name) for name in CASES}
-    calls = (dealt_out, packed_over_pages, one_and_many)
+    calls = (rounding, dealt_out, packed_over_pages, one_and_many)
     found |= {name: call() for name, call in zip(OTHERS, calls, strict=True)}
     json.dump(found, sys.stdout)
 

@@ -27,22 +27,26 @@ _UNSPECIALIZED = [
     "stride_cos",
     "stride_sin",
 ]
-_E4M3_MAX = tl.constexpr(448.0)
-_E5M2_MAX = tl.constexpr(57344.0)
 
 
 @triton.jit
-def _e4m3_bits(x):
-    """float32 rounded to e4m3 (nearest, ties to even, saturating), as bytes, on any chip."""
+def _fp8_bits(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr):
+    """float32 rounded to an fp8 format (nearest, ties to even, saturating), as bytes, on any chip.
+
+    MANTISSA and BIAS are the format's bits and its exponent's bias, LARGEST its largest number's
+    byte.
+    """
+    DROPPED: tl.constexpr = 23 - MANTISSA
     bits = x.to(tl.int32, bitcast=True)
     sign = (bits >> 24) & 0x80
     magnitude = bits & 0x7FFFFFFF
-    # normal numbers: 20 of the 23 mantissa bits go, the exponent's bias falls from 127 to 7
-    rounded = magnitude + 0x7FFFF + ((magnitude >> 20) & 1)
-    normal = (rounded >> 20) - (120 << 3)
-    # below 2^-6 the step is 2^-9: adding 2^14, whose last place that is, rounds to it
-    small = (magnitude.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) & 0xF
-    byte = tl.where(magnitude < (121 << 23), small, tl.minimum(normal, 0x7E))
+    rounded = magnitude + ((1 << (DROPPED - 1)) - 1) + ((magnitude >> DROPPED) & 1)
+    normal = (rounded >> DROPPED) - ((127 - BIAS) << MANTISSA)
+    # below 2^(1 - BIAS) the step is 2^(1 - BIAS - MANTISSA), which is the last place of a number
+    # 2^23 times as large: adding that rounds to it
+    step: tl.constexpr = 2.0 ** (24 - BIAS - MANTISSA)
+    small = (magnitude.to(tl.float32, bitcast=True) + step).to(tl.int32, bitcast=True) & 0xF
+    byte = tl.where(magnitude < ((128 - BIAS) << 23), small, tl.minimum(normal, LARGEST))
     byte = tl.where(magnitude > 0x7F800000, 0x7F, byte)
     return (sign | byte).to(tl.uint8)
 
@@ -51,11 +55,9 @@ def _e4m3_bits(x):
 def _to_cache(x, FP8: tl.constexpr, dtype: tl.constexpr):
     """Rows in the cache's dtype; fp8 ones as bytes, saturated."""
     if FP8 == "e4m3":
-        x = _e4m3_bits(x)
+        x = _fp8_bits(x, 3, 7, 0x7E)
     elif FP8 == "e5m2":
-        # NaN compares false and stays
-        x = tl.where(x > _E5M2_MAX, _E5M2_MAX, tl.where(x < -_E5M2_MAX, -_E5M2_MAX, x))
-        x = x.to(tl.float8e5).to(tl.uint8, bitcast=True)
+        x = _fp8_bits(x, 2, 15, 0x7B)
     else:
         x = x.to(dtype)
     return x
