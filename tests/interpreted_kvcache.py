@@ -60,8 +60,9 @@ def rounding():
     for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
         largest = torch.finfo(dtype).max
         exact = torch.arange(256).to(torch.uint8).view(dtype).float().nan_to_num(0.0, 1e9, -1e9)
-        x = torch.cat((torch.randn(2000, generator=generator) * exponents.exp2(), exact,
-                       exact[:126].lerp(exact[1:127], 0.5)))[: 148 * 16].view(1, 148, 1, 16)  # fmt: skip
+        drawn = torch.randn(2000, generator=generator) * exponents.exp2()
+        halfway = exact[:126].lerp(exact[1:127], 0.5)
+        x = torch.cat((drawn, exact, halfway))[: 148 * 16].view(1, 148, 1, 16)
         cache = torch.zeros(x.shape).to(dtype)
         start = torch.zeros(1, dtype=torch.int32)
         append_rows(x, cache, start, None, None, None, None, None, interleaved=True)
