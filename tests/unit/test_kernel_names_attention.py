@@ -306,6 +306,22 @@ OUR_KERNELS = {
         *("attention_part", "backward", "bfloat16", None, None, False, None),
         "delta = rowsum(dO * O), bf16, head_dim_v 64.",
     ),
+    "flashdig_decode_bf16_d128_m16n128_causal_paged_split": (
+        *("attention_forward", "forward", "bfloat16", (16, 128), 128, True, True),
+        "attention over a cache, bf16, head_dim 128, tile 16x128, causal, pages, keys in parts,",
+    ),
+    "flashdig_decode_balanced_fp32_d576v512_m16n32_window_varlen_fp8cache_sinks": (
+        *("attention_forward", "forward", "float32", (16, 32), 576, False, None),
+        "keys dealt out evenly, fp32, head_dim 576 (v: 512), tile 16x32, in a window, packed,",
+    ),
+    "flashdig_combine_fp16_v128": (
+        *("attention_part", "forward", "float16", None, None, False, None),
+        "joins attention over parts of the keys, fp16, head_dim_v 128.",
+    ),
+    "flashdig_append_kv": (
+        *("attention_part", "forward", None, None, None, False, None),
+        "appends keys or values to a cache, or rotates queries.",
+    ),
 }
 
 

@@ -17,6 +17,7 @@ from flashdig.readers.kernel_names import (
     cutlass_fmha,
     flash,
     flashdig,
+    flashdig_cache,
     guess,
     rocm,
     serving,
@@ -30,7 +31,7 @@ __all__ = ["ATTENTION_ROLES", "KernelName", "Pass", "Role", "decode"]
 # attention first: its names also hold the words of GEMMs and of elementwise kernels; convolutions
 # before products, for the same reason
 _FAMILIES = (
-    *(communication, flash, flashdig, cutlass_fmha, cudnn, convolution),
+    *(communication, flash, flashdig, flashdig_cache, cutlass_fmha, cudnn, convolution),
     *(serving, rocm, triton, cublas, aten),
 )
 
