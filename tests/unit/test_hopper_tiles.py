@@ -73,6 +73,8 @@ def test_descriptors_say_where_rows_end() -> None:
     (groups,) = tiles_of("q_desc", meta(100, 6, 128), 64, group=2).values()
     assert groups.shape[2:] == (2**30, 6, 128)
     assert groups.block == (1, 1, 32, 2, 128)
+    with pytest.raises(ValueError, match=r"at most 2\*\*30 rows on this backend, got 1073741825"):
+        tiles_of("q_desc", meta(2**30 + 1, 1, 8), 64)
 
 
 def test_only_what_tma_does_not_take_is_copied() -> None:

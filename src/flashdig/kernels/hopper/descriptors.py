@@ -57,6 +57,8 @@ def tiles_of(
         seqlen: rows of a dense x that are there; None is all.
         group: query heads that share a KV head, to be copied together; of a packed x a power of
             two, since a tile of more rows would reach into the next group.
+
+    Raises ValueError for a packed x of more than 2**30 rows.
     """
     form = _packed if x.dim() == 3 else _dense if group == 1 else _grouped
     shape, strides, rows = form(x, tile_rows, seqlen, group)
@@ -91,7 +93,9 @@ def _grouped(x: torch.Tensor, tile_rows: int, seqlen: int | None, group: int) ->
 
 
 def _packed(x: torch.Tensor, tile_rows: int, seqlen: int | None, group: int) -> Form:
-    _, heads, head_dim = x.shape
+    total, heads, head_dim = x.shape
+    if total > TURN:
+        raise ValueError(f"packed tensors may have at most 2**30 rows on this backend, got {total}")
     of_row, of_head, _ = _strides(x)
     turn = 2**34 - of_row
     if group > 1:
