@@ -302,6 +302,22 @@ OUR_KERNELS = {
         *("attention_forward", "forward", "float16", (64, 64), 64, True, False),
         "not causal, boolean bias,",
     ),
+    "flashdig_hopper_backward_bf16_d128_m64n128_causal_varlen": (
+        *("attention_backward", "backward", "bfloat16", (64, 128), 128, True, True),
+        "backward, dq, dk and dv, bf16, head_dim 128, tile 64x128, causal, packed,",
+    ),
+    "flashdig_hopper_backward_dkdv_fp16_d256_m64n64_full_alibi": (
+        *("attention_backward", "backward", "float16", (64, 64), 256, True, False),
+        "backward, dk and dv, fp16, head_dim 256, tile 64x64, not causal, ALiBi,",
+    ),
+    "flashdig_hopper_backward_preprocess_bf16_v128": (
+        *("attention_part", "backward", "bfloat16", None, None, False, None),
+        "delta = rowsum(dO * O), zeros for dQ, bf16, head_dim_v 128.",
+    ),
+    "flashdig_hopper_backward_postprocess_fp16_d64": (
+        *("attention_part", "backward", "float16", None, None, False, None),
+        "backward's last step, dQ from float32 sums, fp16, head_dim 64.",
+    ),
     "flashdig_backward_delta_bf16_v64": (
         *("attention_part", "backward", "bfloat16", None, None, False, None),
         "delta = rowsum(dO * O), bf16, head_dim_v 64.",

@@ -1,6 +1,6 @@
 """The launches that a problem makes with the kernels that users run, on tensors without memory.
 
-What `offline` compiles for "portable:forward", "hopper:forward" and the like: the kernels' own
+What `offline` compiles for "portable:forward", "hopper:backward" and the like: the kernels' own
 launchers are called with tensors of the meta device, so signature, alignment and constants are
 those of real launches.
 """
@@ -18,6 +18,8 @@ from flashdig.problem import AttentionProblem
 
 PREFIX = "portable:"
 HOPPER_FORWARD = "hopper:forward"
+# name -> whether dQ comes from a kernel of its own
+HOPPER_BACKWARD = {"hopper:backward": False, "hopper:backward_deterministic": True}
 # pass -> which of (q, k, v, bias, sinks) take a gradient
 _WANTED: dict[str, Wanted] = {
     "dq": (True, False, False, False, False),
@@ -33,7 +35,7 @@ def launch(name: str, problem: AttentionProblem, arch: str) -> None:
 
     Args:
         name: "portable:" and "forward", "dq", "dkdv", "dk", "dv" or "bias"; or "hopper:forward",
-            with its own tile.
+            "hopper:backward" or "hopper:backward_deterministic", with their own tiles.
 
     Raises ValueError for another pass, and for what has no tile.
     """
@@ -41,6 +43,17 @@ def launch(name: str, problem: AttentionProblem, arch: str) -> None:
         from flashdig.kernels.hopper.forward_launch import attention_forward as hopper_forward
 
         hopper_forward(**_tensors(problem), **_settings(problem))
+        return
+    if name in HOPPER_BACKWARD:
+        from flashdig.kernels.hopper.backward_operator import attention_backward as hopper_backward
+
+        call = {**_tensors(problem), **_settings(problem)}
+        out, lse = _results(problem, call["q"], call["v"])
+        wanted = (True, True, True, False, False)
+        deterministic = HOPPER_BACKWARD[name]
+        hopper_backward(
+            out, None, **call, out=out, lse=lse, wanted=wanted, deterministic=deterministic
+        )
         return
     pass_ = name.removeprefix(PREFIX)
     if pass_ != "forward" and pass_ not in _WANTED:
@@ -50,11 +63,7 @@ def launch(name: str, problem: AttentionProblem, arch: str) -> None:
     if pass_ == "forward":
         attention_forward(**call, config=choose_config(problem, arch, "forward"))
         return
-    q, v = call["q"], call["v"]
-    out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device="meta")
-    rows = q.shape[0] if problem.packed else problem.seqlen_q
-    lse_shape = (problem.num_heads, rows)
-    lse = torch.empty(lse_shape if problem.packed else (problem.batch, *lse_shape), device="meta")
+    out, lse = _results(problem, call["q"], call["v"])
     configs: dict[Pass, TileConfig] = {}
     if pass_ != "bias":  # whose tile is not in the table
         chosen = cast(Pass, pass_)
@@ -64,7 +73,18 @@ def launch(name: str, problem: AttentionProblem, arch: str) -> None:
 
 def launches(name: str) -> bool:
     """Whether `launch` knows kernels of that kind of name."""
-    return name.startswith(PREFIX) or name == HOPPER_FORWARD
+    return name.startswith(PREFIX) or name == HOPPER_FORWARD or name in HOPPER_BACKWARD
+
+
+def _results(
+    problem: AttentionProblem, q: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse as a forward call returns them."""
+    out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device="meta")
+    rows = q.shape[0] if problem.packed else problem.seqlen_q
+    lse_shape = (problem.num_heads, rows)
+    lse = torch.empty(lse_shape if problem.packed else (problem.batch, *lse_shape), device="meta")
+    return out, lse
 
 
 def _settings(problem: AttentionProblem) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from flashdig.kernels.gluon_api import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from flashdig.kernels.hopper.backward_names import kernel_name
 from flashdig.kernels.hopper.backward_places import live_rows_of_program
 from flashdig.kernels.hopper.backward_scores import hidden, places, scores_of
 from flashdig.kernels.hopper.problem import Problem, key_tiles
@@ -130,16 +131,13 @@ def _consume(
     wait_for_tile_stores(0)
 
 
-def kernel_name(specialization):
-    c = specialization.constants
-    dtype = "bf16" if "bf16" in specialization.signature["q_desc"] else "fp16"
-    mask = "window" if c["LEFT"] else "causal" if c["RIGHT"] else "full"
-    made = f"flashdig_hopper_backward_dq_{dtype}_d{c['HEAD_DIM']}_m128n{c['BLOCK_N']}_{mask}"
-    return made + ("_varlen" if c["PACKED"] else "")
+def _name(specialization):
+    block_n = specialization.constants["BLOCK_N"]
+    return kernel_name(specialization, "backward_dq", f"m128n{block_n}")
 
 
 @gluon.jit(
-    repr=kernel_name,
+    repr=_name,
     do_not_specialize=[
         "batch_size",
         "num_heads",

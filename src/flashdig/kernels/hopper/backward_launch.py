@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flashdig.kernels.gluon_api import gl
 from flashdig.kernels.hopper.backward_dq import flashdig_hopper_backward_dq
@@ -20,6 +20,7 @@ from flashdig.kernels.hopper.backward_pre_post import (
 )
 from flashdig.kernels.hopper.backward_wide import flashdig_hopper_backward_wide
 from flashdig.kernels.hopper.descriptors import tiles_of
+from flashdig.kernels.launch import Launch, Tiles, allocation
 from flashdig.kernels.triton.arguments import LOG2_E, check_grid
 
 BLOCK_N = 128
@@ -208,138 +209,211 @@ def hopper_backward(
         dq_apart: dQ comes from a kernel of its own: the same bits in every run.
         tiles, dq_tiles: entries other than those of `TILES` and `DQ_TILES`.
     """
-    sums = None
-    if dq is not None and dk is not None and not dq_apart:
-        shape = (*call.padded_shape, call.width)
-        sums = torch.empty(shape, dtype=torch.float32, device=call.q.device)
-    table = DKDV_TILES if sums is None else TILES
-    if call.scaled:
-        table = SCALED_TILES
-    tiles = tiles or table[call.width]
-    statistics = _preprocess(call, sums, delta)
-    if dk is not None and dv is not None:
-        _main(call, statistics, sums, dk, dv, tiles)
-    if dq is not None:
-        if sums is None:
-            _dq(call, statistics, dq, dq_tiles or DQ_TILES[call.width])
-        else:
-            _postprocess(call, sums, dq, tiles[0])
+    launches = Launches(call, dq, dk, dv, dq_apart=dq_apart, tiles=tiles, dq_tiles=dq_tiles)
+    launches(
+        call.grad_out,
+        call.grad_lse,
+        call.q,
+        call.k,
+        call.v,
+        call.alibi_slopes,
+        call.lengths(),
+        call.out,
+        call.lse,
+        dq,
+        dk,
+        dv,
+        delta,
+    )
 
 
-def _preprocess(call: Call, sums: torch.Tensor | None, delta: torch.Tensor | None) -> torch.Tensor:
-    """(2, heads, padded_q): log-sum-exp in units of log2, and delta; zeros in sums."""
-    statistics = torch.empty((2, *call.padded_shape), dtype=torch.float32, device=call.q.device)
+class Launches:
+    """The launches of one kind of call; called with tensors of the same shapes, strides and
+    alignment, they write the gradients.
+
+    Args: those of `hopper_backward`; of dq, dk and dv only the strides are looked at.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        dq: torch.Tensor | None,
+        dk: torch.Tensor | None,
+        dv: torch.Tensor | None,
+        *,
+        dq_apart: bool = False,
+        tiles: tuple[int, int, int, int] | None = None,
+        dq_tiles: tuple[int, int, int] | None = None,
+    ) -> None:
+        device = call.q.device
+        with_sums = dq is not None and dk is not None and not dq_apart
+        table = TILES if with_sums else DKDV_TILES
+        if call.scaled:
+            table = SCALED_TILES
+        tiles = tiles or table[call.width]
+        self._make_statistics = allocation(call.padded_shape, torch.float32, device)
+        self._make_sums = None
+        if with_sums:
+            shape = (*call.padded_shape, call.width)
+            self._make_sums = allocation(shape, torch.float32, device)
+        self._preprocess = _preprocess(call)
+        self._main = self._dq = self._postprocess = None
+        if dk is not None and dv is not None:
+            self._main = _main(call, with_sums, dk, dv, tiles)
+        if dq is not None and with_sums:
+            self._postprocess = _postprocess(call, dq, tiles[0])
+        elif dq is not None:
+            self._dq = _dq(call, dq, dq_tiles or DQ_TILES[call.width])
+
+    def __call__(
+        self,
+        grad_out: torch.Tensor,
+        grad_lse: torch.Tensor | None,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        alibi_slopes: torch.Tensor | None,
+        lengths: Sequence[torch.Tensor | None],
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        dq: torch.Tensor | None,
+        dk: torch.Tensor | None,
+        dv: torch.Tensor | None,
+        delta: torch.Tensor | None = None,
+    ) -> None:
+        # log-sum-exp in units of log2, and delta, padded; sums are zeroed before they are added to
+        lse_log2, delta_padded = self._make_statistics(), self._make_statistics()
+        sums = None if self._make_sums is None else self._make_sums()
+        self._preprocess(
+            out, grad_out, lse, grad_lse, lse_log2, delta_padded, delta, sums, *lengths
+        )
+        read = (lse_log2, delta_padded)
+        if self._main is not None:
+            self._main(q, grad_out, k, v, dk, dv, *read, sums, alibi_slopes, *lengths)
+        if self._dq is not None:
+            self._dq(q, grad_out, k, v, dq, *read, alibi_slopes, *lengths)
+        if self._postprocess is not None:
+            self._postprocess(sums, dq, *lengths)
+
+
+def _preprocess(call: Call) -> Launch:
     heads, padded_q = call.padded_shape
     dlse = call.grad_lse
     dlse_strides = (0, 0, 0) if dlse is None else (0, *dlse.stride())[-3:]
     rows = PADDED_ROWS if call.packed else PREPROCESS_ROWS
-    flashdig_hopper_backward_preprocess[(check_grid(padded_q // rows * heads),)](
-        call.out,
-        call.grad_out,
-        call.lse,
-        dlse,
-        statistics[0],
-        statistics[1],
-        delta,
-        sums,
-        *call.lengths(),
-        *call.strides(call.out),
-        *call.strides(call.grad_out),
-        *dlse_strides,
-        *call.row_numbers(),
-        HEAD_DIM_V=call.v.shape[-1],
-        BLOCK_DV=triton.next_power_of_2(call.v.shape[-1]),
-        UNIT=UNIT,
-        BLOCK_M=rows,
-        **call.constants(),
+    strides = (*call.strides(call.out), *call.strides(call.grad_out), *dlse_strides)
+    return _launch(
+        flashdig_hopper_backward_preprocess,
+        check_grid(padded_q // rows * heads),
+        (*strides, *call.row_numbers()),
+        constants={
+            "HEAD_DIM_V": call.v.shape[-1],
+            "BLOCK_DV": triton.next_power_of_2(call.v.shape[-1]),
+            "UNIT": UNIT,
+            "BLOCK_M": rows,
+            **call.constants(),
+        },
         num_warps=rows // 16 if call.packed else 4,
     )
-    return statistics
 
 
 def _main(
     call: Call,
-    statistics: torch.Tensor,
-    sums: torch.Tensor | None,
+    with_sums: bool,
     dk: torch.Tensor,
     dv: torch.Tensor,
     tiles: tuple[int, int, int, int],
-) -> None:
+) -> Launch:
     block_m, stages, ahead, persistent = tiles
     wide = call.width in WIDE
     block_n, of_consumer = (64, 64) if wide else (BLOCK_N, BLOCK_N // 2)
-    constants = {"BLOCK_M": block_m, "AHEAD": ahead} if not wide else {}
     num_heads_kv = call.k.shape[-2]
-    row_bytes = call.width * (2 * call.q.element_size() + (4 if sums is not None else 0))
+    row_bytes = call.width * (2 * call.q.element_size() + (4 if with_sums else 0))
     head_bytes = call.seqlen_q * row_bytes * call.group_size
     programs = call.programs(call.seqlen_k, block_n, num_heads_kv)
     if persistent:
         programs = min(programs, multiprocessors(call.q.device))
-    kernel = flashdig_hopper_backward_wide if wide else flashdig_hopper_backward
-    kernel[(programs,)](
-        _tiles_of(call.q, block_m, call.width),
-        _tiles_of(call.grad_out, block_m, call.width),
-        _tiles_of(call.k, block_n, call.width),
-        _tiles_of(call.v, block_n, call.width),
-        _tiles_of(dk, of_consumer, call.width),
-        _tiles_of(dv, of_consumer, call.width),
-        _statistics_of(statistics[0], block_m),
-        _statistics_of(statistics[1], block_m),
-        sums,
-        call.alibi_slopes,
-        *call.lengths(),
-        *call.numbers(call.together(call.batch * num_heads_kv, head_bytes)),
-        STAGES=stages,
-        SOFTCAP=call.softcap > 0.0,
-        WITH_DQ=sums is not None,
-        **constants,
-        **call.constants(),
+    statistics = _statistics(call, block_m)
+    return _launch(
+        flashdig_hopper_backward_wide if wide else flashdig_hopper_backward,
+        programs,
+        call.numbers(call.together(call.batch * num_heads_kv, head_bytes)),
+        tiles={
+            "q_desc": _tiles(call.q, block_m, call.width),
+            "dout_desc": _tiles(call.grad_out, block_m, call.width),
+            "k_desc": _tiles(call.k, block_n, call.width),
+            "v_desc": _tiles(call.v, block_n, call.width),
+            "dk_desc": _tiles(dk, of_consumer, call.width),
+            "dv_desc": _tiles(dv, of_consumer, call.width),
+            "lse_desc": statistics,
+            "delta_desc": statistics,
+        },
+        constants={
+            "STAGES": stages,
+            "SOFTCAP": call.softcap > 0.0,
+            "WITH_DQ": with_sums,
+            **({} if wide else {"BLOCK_M": block_m, "AHEAD": ahead}),
+            **call.constants(),
+        },
         num_warps=4,
     )
 
 
-def _dq(
-    call: Call, statistics: torch.Tensor, dq: torch.Tensor, tiles: tuple[int, int, int]
-) -> None:
+def _dq(call: Call, dq: torch.Tensor, tiles: tuple[int, int, int]) -> Launch:
     block_n, stages, stages_v = tiles
     num_heads = call.q.shape[-2]
     head_bytes = 2 * call.seqlen_k * call.width * call.k.element_size()
-    flashdig_hopper_backward_dq[(call.programs(call.seqlen_q, 128, num_heads),)](
-        _tiles_of(call.q, 64, call.width),
-        _tiles_of(call.grad_out, 64, call.width),
-        _tiles_of(call.k, block_n, call.width),
-        _tiles_of(call.v, block_n, call.width),
-        _tiles_of(dq, 64, call.width),
-        statistics[0],
-        statistics[1],
-        call.alibi_slopes,
-        *call.lengths(),
-        *call.numbers(call.together(call.batch * num_heads, head_bytes)),
-        BLOCK_N=block_n,
-        STAGES=stages,
-        STAGES_V=stages_v,
-        SOFTCAP=call.softcap > 0.0,
-        **call.constants(),
+    return _launch(
+        flashdig_hopper_backward_dq,
+        call.programs(call.seqlen_q, 128, num_heads),
+        call.numbers(call.together(call.batch * num_heads, head_bytes)),
+        tiles={
+            "q_desc": _tiles(call.q, 64, call.width),
+            "dout_desc": _tiles(call.grad_out, 64, call.width),
+            "k_desc": _tiles(call.k, block_n, call.width),
+            "v_desc": _tiles(call.v, block_n, call.width),
+            "dq_desc": _tiles(dq, 64, call.width),
+        },
+        constants={
+            "BLOCK_N": block_n,
+            "STAGES": stages,
+            "STAGES_V": stages_v,
+            "SOFTCAP": call.softcap > 0.0,
+            **call.constants(),
+        },
         num_warps=4,
     )
 
 
-def _postprocess(call: Call, sums: torch.Tensor, dq: torch.Tensor, block_m: int) -> None:
+def _postprocess(call: Call, dq: torch.Tensor, block_m: int) -> Launch:
     rows = PADDED_ROWS if call.packed else block_m
-    programs = call.programs(call.seqlen_q, rows, call.q.shape[-2])
-    flashdig_hopper_backward_postprocess[(programs,)](
-        sums,
-        dq,
-        *call.lengths(),
-        *call.strides(dq),
-        *call.row_numbers(),
-        call.softmax_scale,
-        COLUMNS_OF_DQ=dq.shape[-1],
-        BLOCK_M=block_m,
-        UNIT=UNIT,
-        **call.constants(),
+    return _launch(
+        flashdig_hopper_backward_postprocess,
+        call.programs(call.seqlen_q, rows, call.q.shape[-2]),
+        (*call.strides(dq), *call.row_numbers(), call.softmax_scale),
+        constants={
+            "COLUMNS_OF_DQ": dq.shape[-1],
+            "BLOCK_M": block_m,
+            "UNIT": UNIT,
+            **call.constants(),
+        },
         num_warps=4,
     )
+
+
+def _launch(
+    kernel: Any,
+    programs: int,
+    numbers: Sequence[Any],
+    *,
+    constants: dict[str, Any],
+    num_warps: int,
+    tiles: dict[str, Tiles] | None = None,
+) -> Launch:
+    """A launch whose numbers stand, in the kernel's order, between its tensors and constants."""
+    names = [name for name in kernel.arg_names if name not in constants][-len(numbers) :]
+    named = {**dict(zip(names, numbers, strict=True)), **constants}
+    return Launch(kernel, programs, named, tiles, num_warps=num_warps)
 
 
 @functools.cache
@@ -350,18 +424,18 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _tiles_of(x: torch.Tensor, rows: int, width: int) -> TensorDescriptor:
-    """A descriptor that copies tiles of rows of one head; columns past the last arrive as zeros and
-    are not written."""
+def _tiles(x: torch.Tensor, rows: int, width: int) -> Tiles:
+    """What copies tiles of rows of one head; columns past the last arrive as zeros and are not
+    written."""
     (tile, *_) = tiles_of("x", x, rows).values()
     block = (*tile.block[:-1], width)
     dtype = gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16
     layout = gl.NVMMASharedLayout.get_default_for(list(block), dtype)
-    return dataclasses.replace(tile, block=block, layout=layout).descriptor(x)
+    return dataclasses.replace(tile, block=block, layout=layout)
 
 
-def _statistics_of(x: torch.Tensor, rows: int) -> TensorDescriptor:
-    """A descriptor of one number a row, padded to whole tiles."""
+def _statistics(call: Call, rows: int) -> Tiles:
+    """What copies one number a row, padded to whole tiles."""
     layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
-    flat = x.view(-1)
-    return TensorDescriptor(flat, [flat.shape[0]], [1], [rows], layout)
+    heads, padded_q = call.padded_shape
+    return Tiles((heads * padded_q,), (1,), (rows,), layout)

@@ -23,6 +23,7 @@ from flashdig.kernels.gluon_api import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from flashdig.kernels.hopper.backward_names import kernel_name
 from flashdig.kernels.hopper.backward_places import Grid, columns_of_tile, padded_start
 from flashdig.kernels.hopper.backward_scores import hidden, places, row_tiles, scores_of
 from flashdig.kernels.hopper.problem import Problem
@@ -360,18 +361,14 @@ def _consume(
             walks += 1
 
 
-def kernel_name(specialization):
+def _name(specialization):
     c = specialization.constants
-    dtype = "bf16" if "bf16" in specialization.signature["q_desc"] else "fp16"
-    mask = "window" if c["LEFT"] else "causal" if c["RIGHT"] else "full"
     made = "backward" if c["WITH_DQ"] else "backward_dkdv"
-    tile = f"m{c['BLOCK_M']}n{2 * KEYS.value}"
-    packed = "_varlen" if c["PACKED"] else ""
-    return f"flashdig_hopper_{made}_{dtype}_d{c['HEAD_DIM']}_{tile}_{mask}{packed}"
+    return kernel_name(specialization, made, f"m{c['BLOCK_M']}n{2 * KEYS.value}")
 
 
 @gluon.jit(
-    repr=kernel_name,
+    repr=_name,
     do_not_specialize=[
         "batch_size",
         "num_heads",

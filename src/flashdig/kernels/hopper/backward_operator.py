@@ -7,8 +7,6 @@ kernels.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
 from flashdig.kernels.hopper.backward_launch import TILES, Call, hopper_backward
@@ -179,7 +177,3 @@ def attention_backward(
 
 def _vector(x: torch.Tensor | None) -> torch.Tensor | None:
     return None if x is None else x.contiguous()
-
-
-# the operator's launcher where the caller asked for the same bits in every run
-deterministic_backward = functools.partial(attention_backward, deterministic=True)

@@ -28,6 +28,7 @@ from flashdig.kernels.hopper.backward_main import (
     of_sequence_and_head,
     produce,
 )
+from flashdig.kernels.hopper.backward_names import kernel_name
 from flashdig.kernels.hopper.backward_places import Grid, columns_of_tile, padded_start
 from flashdig.kernels.hopper.backward_scores import hidden, places, row_tiles, scores_of
 from flashdig.kernels.hopper.problem import Problem
@@ -246,17 +247,14 @@ def _consume(
             )  # fmt: skip
 
 
-def kernel_name(specialization):
+def _name(specialization):
     c = specialization.constants
-    dtype = "bf16" if "bf16" in specialization.signature["q_desc"] else "fp16"
-    mask = "window" if c["LEFT"] else "causal" if c["RIGHT"] else "full"
-    packed = "_varlen" if c["PACKED"] else ""
     made = "backward" if c["WITH_DQ"] else "backward_dkdv"
-    return f"flashdig_hopper_{made}_{dtype}_d{c['HEAD_DIM']}_m64n64_{mask}{packed}"
+    return kernel_name(specialization, made, "m64n64")
 
 
 @gluon.jit(
-    repr=kernel_name,
+    repr=_name,
     do_not_specialize=[
         "batch_size",
         "num_heads",

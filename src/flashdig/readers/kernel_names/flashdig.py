@@ -34,12 +34,20 @@ _FEATURES = {
 }
 _DTYPE = r"_(?P<dtype>fp32|tf32|fp16|bf16)"
 _KERNEL = re.compile(
-    rf"^flashdig_(?:hopper_)?(?P<what>forward|backward_(?:dq|dkdv|dk|dv|bias)){_DTYPE}"
+    rf"^flashdig_(?:hopper_)?(?P<what>forward|backward(?:_(?:dq|dkdv|dk|dv|bias))?){_DTYPE}"
     r"_d(?P<d>\d{1,4})(?:v(?P<v>\d{1,4}))?_m(?P<m>\d{1,4})n(?P<n>\d{1,4})"
     rf"(?:_(?P<mask>full|causal|window))?(?P<features>(?:_(?:{'|'.join(_FEATURES)}))*)$"
 )
 _DELTA = re.compile(rf"^flashdig_backward_delta{_DTYPE}_v(?P<v>\d{{1,4}})$")
+_AROUND = re.compile(
+    rf"^flashdig_hopper_backward_(?P<what>preprocess|postprocess){_DTYPE}_[dv](?P<d>\d{{1,4}})$"
+)
+_STEPS = {
+    "preprocess": ("first step", "delta = rowsum(dO * O), zeros for dQ", "head_dim_v"),
+    "postprocess": ("last step", "dQ from float32 sums", "head_dim"),
+}
 _GRADIENTS = {
+    "backward": "backward, dq, dk and dv",
     "backward_dq": "backward, dq",
     "backward_dkdv": "backward, dk and dv",
     "backward_dk": "backward, dk",
@@ -55,7 +63,7 @@ _EXHIBIT = re.compile(
 
 def decode(symbol: Symbol) -> KernelName | None:
     """A kernel of flashdig; None for anything else."""
-    return _kernel(symbol) or _delta(symbol) or _exhibit(symbol)
+    return _kernel(symbol) or _delta(symbol) or _around(symbol) or _exhibit(symbol)
 
 
 def _kernel(symbol: Symbol) -> KernelName | None:
@@ -113,6 +121,30 @@ def _delta(symbol: Symbol) -> KernelName | None:
             "delta = rowsum(dO * O)",
             dtype_words(dtype),
             f"head_dim_v {found['v']}",
+        ),
+    )
+
+
+def _around(symbol: Symbol) -> KernelName | None:
+    """What runs before and after the Hopper backward's main kernel."""
+    found = _AROUND.match(symbol.text)
+    if found is None:
+        return None
+    dtype = DTYPES[found["dtype"]]
+    step, what, width = _STEPS[found["what"]]
+    return KernelName(
+        name=symbol.name,
+        family="flashdig",
+        backend="flashdig",
+        role="attention_part",
+        pass_="backward",
+        dtype=dtype,
+        tensor_cores=False,
+        words=sentence(
+            f"flashdig: attention backward's {step}",
+            what,
+            dtype_words(dtype),
+            f"{width} {found['d']}",
         ),
     )
 

@@ -1,0 +1,48 @@
+"""The Hopper backward compiled without a GPU: its instructions, no serialised products, and loops
+whose registers stay registers.
+
+What spills is kept outside the loops over rows: a few numbers of a tile of keys.
+"""
+
+import pytest
+
+from flashdig.evidence.offline import Request, compile_exhibits
+from flashdig.evidence.ptxas import run_ptxas
+from flashdig.problem import AttentionProblem
+from flashdig.readers.kernel_names import decode
+
+CAUSAL = AttentionProblem.dense(2, 4, 1024, 128, num_heads_kv=2, causal=True)
+WIDE = AttentionProblem.dense(2, 4, 1024, 256).replace(packed=True)
+# name, problem -> the kernels' parts, tiles, and the most bytes of stack
+WANTED = [
+    ("hopper:backward", CAUSAL, [("backward", (64, 128), 256)]),
+    (
+        "hopper:backward_deterministic",
+        WIDE,
+        [("backward_dkdv", (64, 64), 32), ("backward_dq", (128, 32), 32)],
+    ),
+]
+
+
+@pytest.mark.newest
+def test_instructions_products_and_registers() -> None:
+    requests = [Request(name, problem, "sm_90") for name, problem, _ in WANTED]
+    for (name, problem, expected), kernels in zip(WANTED, compile_exhibits(requests), strict=True):
+        fused = name == "hopper:backward"
+        before, *main = kernels[:-1] if fused else kernels
+        for helper in (before, kernels[-1]) if fused else (before,):
+            assert decode(helper.name).role == "attention_part", helper.name
+            assert helper.stack_bytes == 0, helper.name
+        for kernel, (part, tile, stack_bytes) in zip(main, expected, strict=True):
+            where = (kernel.name, kernel.registers, kernel.stack_bytes)
+            assert kernel.name.startswith(f"flashdig_hopper_{part}_bf16_"), where
+            assert kernel.stack_bytes <= stack_bytes, where
+            assert kernel.threads == 384, where
+            for instruction in ("HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG", "SYNCS"):
+                assert kernel.count(instruction), (instruction, where)
+            # dQ is added by vector reductions, or not at all
+            assert bool(kernel.count("REDG")) == fused, where
+            assert run_ptxas(kernel.ptx, kernel.options).warnings == (), where
+            read = decode(kernel.name)
+            assert (read.role, read.tile) == ("attention_backward", tile), where
+            assert (read.dtype, read.head_dim) == ("bfloat16", problem.head_dim), where
