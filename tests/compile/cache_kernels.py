@@ -18,10 +18,10 @@ from flashdig.kernels.triton.decode_launch import cache_attention
 BATCH, HEADS, HEADS_KV, SEQLEN = 2, 8, 2, 4096
 # one call an architecture; together they meet every schedule, cache and dtype
 CALLS: dict[str, dict[str, Any]] = {
-    "sm_80": {"cache": torch.float8_e4m3fn, "dim": 64},
+    "sm_80": {"cache": torch.float8_e4m3fn, "dim": 32},
     "sm_90": {"page": 16, "dim": 64, "append": True},
-    "sm_100": {"dim": 64, "tokens": 64, "invariant": True},
-    "sm_120": {"dim": 64, "dtype": torch.float16, "page": 16, "balanced": True},
+    "sm_100": {"dim": 32, "tokens": 64, "invariant": True},
+    "sm_120": {"dim": 32, "dtype": torch.float16, "page": 16, "balanced": True},
 }
 
 
