@@ -100,7 +100,8 @@ def planned_backward(inputs: tuple[Any, ...]) -> Plan | None:
         made: Plan | None = plan(*tensors, **_settings(tuple(settings)), wanted=wanted)
         return made
 
-    return plan_of(make, ("backward", backend), tensors, (*settings, wanted))
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    return plan_of(make, ("backward", backend), tensors, (*settings, wanted, deterministic))
 
 
 def _backward_op(*inputs: Any) -> tuple[torch.Tensor, ...]:

@@ -7,11 +7,16 @@ kernels.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from flashdig.kernels.hopper.backward_launch import TILES, Call, hopper_backward
+from flashdig.kernels.hopper.backward_launch import TILES, Call, Launches, hopper_backward
 from flashdig.kernels.hopper.descriptors import taken_by_tma
+from flashdig.kernels.launch import allocation
+from flashdig.kernels.plans import Plan
 from flashdig.kernels.triton import backward as portable
+from flashdig.kernels.triton.arguments import prepared
 
 Wanted = portable.Wanted
 # a TMA coordinate has 32 bits: rows of all heads, padded to whole tiles
@@ -95,13 +100,7 @@ def attention_backward(
             every run; None follows `torch.use_deterministic_algorithms`.
     """
     packed = cu_seqlens_q is not None
-    refused = reasons_against(
-        q.shape[-1], v.shape[-1], bias=bias is not None, dropout=dropout_p > 0.0
-    )
-    rows_of_all = q.shape[:-1].numel() + 128 * q.shape[-2] * (
-        q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0]
-    )
-    if refused or 0 in (q.numel(), k.numel()) or rows_of_all > MAX_ROWS:
+    if not _is_served(q, k, v, bias, dropout_p, cu_seqlens_q):
         return portable.attention_backward(
             grad_out, grad_lse, q, k, v, bias, alibi_slopes, sinks, dropout_seed, cu_seqlens_q,
             cu_seqlens_k, seqused_q, seqused_k, out, lse,
@@ -127,9 +126,7 @@ def attention_backward(
     dv = make(v.shape, dtype=v.dtype, device=v.device) if want_k or want_v else None
     delta = None
     if want_sinks and sinks is not None:
-        # rows that see nothing know the sink by their log-sum-exp alone
-        delta = torch.zeros_like(lse) if grad_lse is None else -grad_lse.float()
-        delta = delta.contiguous()
+        delta = _sinks_delta(lse, grad_lse)
     sign = 1.0
     if not (softmax_scale > 0.0 or softcap > 0.0 or alibi_slopes is not None):
         # scores reach log2 by a factor above zero
@@ -173,6 +170,135 @@ def attention_backward(
         dq *= sign
     dsinks = None if delta is None else portable._dsinks(sinks, lse, delta)
     return dq, dk if want_k else None, dv if want_v else None, None, dsinks
+
+
+def plan_backward(
+    grad_out: torch.Tensor | None,
+    grad_lse: torch.Tensor | None,
+    *others: torch.Tensor,
+    wanted: Wanted,
+    deterministic: bool | None = None,
+    **numbers: Any,
+) -> Plan | None:
+    """The plan of `attention_backward`'s arguments; see `flashdig.kernels.launch`. Calls in which
+    rows or keys are cut off have none."""
+    *tensors, out, lse = others
+    call = prepared(*tensors, **numbers)
+    q, k, v = call.q, call.k, call.v
+    if not _is_served(q, k, v, call.bias, call.dropout_p, call.cu_seqlens_q):
+        return portable.plan_backward(grad_out, grad_lse, *others, wanted=wanted, **numbers)
+    if grad_out is None or call.copies(tensors) or not lse.is_contiguous():
+        return None
+    if any(taken_by_tma(x) is not x for x in (grad_out, q, k, v, out)):
+        return None
+    if not (call.softmax_scale > 0.0 or call.softcap > 0.0 or call.alibi_slopes is not None):
+        return None
+    offset = 0 if call.top_left else call.seqlen_k - call.seqlen_q
+    if not call.packed:
+        sides = (call.window_left, call.window_right)
+        ranges = live_ranges(call.seqlen_q, call.seqlen_k, offset, *sides)
+        if ranges != (0, call.seqlen_q, 0, call.seqlen_k):
+            return None
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    launched = Call(
+        grad_out,
+        grad_lse,
+        q,
+        k,
+        v,
+        call.alibi_slopes,
+        out,
+        lse,
+        softmax_scale=call.softmax_scale,
+        softcap=call.softcap,
+        window_left=call.window_left,
+        window_right=call.window_right,
+        offset=offset,
+        top_left=call.top_left,
+        cu_seqlens_q=call.cu_seqlens_q,
+        cu_seqlens_k=call.cu_seqlens_k,
+        seqused_q=call.seqused_q,
+        seqused_k=call.seqused_k,
+    )
+    return _BackwardPlan(launched, wanted, dq_apart=deterministic)
+
+
+class _BackwardPlan:
+    """Allocates the gradients of one kind of call and launches what writes them."""
+
+    def __init__(self, call: Call, wanted: Wanted, *, dq_apart: bool) -> None:
+        self._wanted = wanted
+        self._packed = call.packed
+        made = (wanted[0], wanted[1] or wanted[2], wanted[1] or wanted[2])
+        self._make = [
+            allocation(x.shape, x.dtype, x.device) if make else _nothing
+            for x, make in zip((call.q, call.k, call.v), made, strict=True)
+        ]
+        shapes = [
+            torch.empty(x.shape, dtype=x.dtype, device="meta") if make else None
+            for x, make in zip((call.q, call.k, call.v), made, strict=True)
+        ]
+        self._launches = Launches(call, *shapes, dq_apart=dq_apart)
+
+    def __call__(
+        self,
+        grad_out: torch.Tensor,
+        grad_lse: torch.Tensor | None,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        bias: torch.Tensor | None,
+        alibi_slopes: torch.Tensor | None,
+        sinks: torch.Tensor | None,
+        dropout_seed: torch.Tensor | None,
+        *others: torch.Tensor,
+    ) -> tuple[torch.Tensor | None, ...]:
+        *lengths, out, lse = others
+        gradients = [make() for make in self._make]
+        if self._packed:  # some rows belong to no program
+            for gradient in gradients:
+                if gradient is not None:
+                    gradient.zero_()
+        delta = None
+        if self._wanted[4] and sinks is not None:
+            delta = _sinks_delta(lse, grad_lse)
+        self._launches(
+            grad_out, grad_lse, q, k, v, alibi_slopes, lengths, out, lse, *gradients, delta
+        )
+        dq, dk, dv = gradients
+        _, want_k, want_v, _, _ = self._wanted
+        dsinks = None if delta is None else portable._dsinks(sinks, lse, delta)
+        return dq, dk if want_k else None, dv if want_v else None, None, dsinks
+
+
+def _nothing() -> None:
+    return None
+
+
+def _sinks_delta(lse: torch.Tensor, grad_lse: torch.Tensor | None) -> torch.Tensor:
+    """Where the kernels write rowsum(dO * O) - dLSE of live rows: rows that see nothing know the
+    sink by their log-sum-exp alone."""
+    delta = torch.zeros_like(lse) if grad_lse is None else -grad_lse.float()
+    return delta.contiguous()
+
+
+def _is_served(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bias: torch.Tensor | None,
+    dropout_p: float,
+    cu_seqlens_q: torch.Tensor | None,
+) -> bool:
+    """False: the portable backward makes the gradients."""
+    refused = reasons_against(
+        q.shape[-1], v.shape[-1], bias=bias is not None, dropout=dropout_p > 0.0
+    )
+    rows_of_all = q.shape[:-1].numel() + 128 * q.shape[-2] * (
+        q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0]
+    )
+    return not (refused or 0 in (q.numel(), k.numel()) or rows_of_all > MAX_ROWS)
 
 
 def _vector(x: torch.Tensor | None) -> torch.Tensor | None:
