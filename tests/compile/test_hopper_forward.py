@@ -7,7 +7,7 @@ import pytest
 
 from flashdig.evidence.offline import Request, compile_exhibits
 from flashdig.evidence.ptxas import run_ptxas
-from flashdig.kernels.hopper.forward_launch import tile_of
+from flashdig.kernels.hopper.tiles import tile_of
 from flashdig.problem import AttentionProblem, Mask
 from flashdig.readers.kernel_names import decode
 

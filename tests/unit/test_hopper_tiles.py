@@ -7,7 +7,8 @@ import torch
 
 from flashdig.hardware.arch import architecture
 from flashdig.kernels.hopper.descriptors import BLOCKS, fits_into, padded, taken_by_tma, tiles_of
-from flashdig.kernels.hopper.forward_launch import ROWS, tile_of, worth_grouping
+from flashdig.kernels.hopper.forward_launch import ROWS, worth_grouping
+from flashdig.kernels.hopper.tiles import tile_of
 from flashdig.kernels.triton.arguments import prepared
 
 # barriers and what the producer sends to the consumers

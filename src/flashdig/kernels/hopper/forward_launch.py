@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 
 from flashdig.kernels.hopper.counters import counter_for
-from flashdig.kernels.hopper.descriptors import fits_into, padded, taken_by_tma, tiles_of
+from flashdig.kernels.hopper.descriptors import fits_into, taken_by_tma, tiles_of
 from flashdig.kernels.hopper.forward import flashdig_hopper_forward
+from flashdig.kernels.hopper.tiles import Tile, tile_of
 from flashdig.kernels.launch import Launch, allocation
 from flashdig.kernels.plans import Plan
 from flashdig.kernels.triton.arguments import LOG2_E, Call, check_grid, prepared
@@ -23,61 +23,6 @@ ROWS = 64  # of a consumer warpgroup
 L2_BYTES = 32 * 2**20
 # heads that share keys go into one tile where that leaves less than so many tiles
 GROUPED_BELOW = 0.9
-
-
-@dataclass(frozen=True)
-class Tile:
-    """How a block walks.
-
-    Attributes:
-        consumers: warpgroups of 64 query rows.
-        block_n: keys of a tile.
-        stages: buffers of K and of V.
-        registers: of a consumer's thread.
-        q_buffers: tiles of Q that are held; with two, the next one's first scores are computed
-            while this one's output is written.
-        own_output: the output has shared memory of its own, else it goes through Q's.
-        lazy: the output is rescaled only where a row's maximum grew much.
-    """
-
-    consumers: int
-    block_n: int
-    stages: int
-    registers: int
-    q_buffers: int = 1
-    own_output: bool = False
-    lazy: bool = False
-
-
-# (head_dim, head_dim_v), padded -> tile; any other pair takes that of its wider one
-TILES = {
-    (64, 64): Tile(2, 128, 4, 240, q_buffers=2, own_output=True),
-    (96, 96): Tile(2, 128, 2, 240, q_buffers=2, own_output=True),
-    (128, 128): Tile(2, 128, 2, 240, q_buffers=2, own_output=True),
-    (192, 128): Tile(2, 128, 2, 240),
-    (192, 192): Tile(2, 64, 3, 240),
-    (256, 256): Tile(2, 64, 2, 240, lazy=True),
-}
-# the same from so many rows on, without and with causality: 192 rows a tile share their keys, and
-# waste more of a last tile
-LONG_TILES = {
-    (64, 64): ((1536, 6144), Tile(3, 128, 2, 160, own_output=True, lazy=True)),
-    (128, 128): ((None, 3072), Tile(3, 64, 4, 160, own_output=True, lazy=True)),
-}
-
-
-def tile_of(head_dim: int, head_dim_v: int, rows: int = 0, causal: bool = False) -> Tile:
-    """The tile of a pair of widths, of at most 256 each, for so many query rows of a sequence."""
-    widths = padded(head_dim), padded(head_dim_v)
-    widest = max(widths)
-    if widths not in TILES:
-        widths = widest, widest
-    if widths in LONG_TILES:
-        limits, tile = LONG_TILES[widths]
-        limit = limits[causal]
-        if limit is not None and rows >= limit:
-            return tile
-    return TILES[widths]
 
 
 def attention_forward(
@@ -246,10 +191,14 @@ def worth_grouping(call: Call, tile: Tile) -> bool:
 
 
 def _tile(call: Call) -> Tile:
-    """With ALiBi, or softcap at head_dim 64, three consumers would spill: the tile of few rows."""
-    capped = call.softcap > 0.0 and padded(call.head_dim) == 64
-    rows = 0 if call.alibi_slopes is not None or capped else _rows(call)
-    return tile_of(call.head_dim, call.head_dim_v, rows, call.window_right >= 0)
+    return tile_of(
+        call.head_dim,
+        call.head_dim_v,
+        _rows(call),
+        call.window_right >= 0,
+        softcap=call.softcap > 0.0,
+        alibi=call.alibi_slopes is not None,
+    )
 
 
 def _rows(call: Call) -> int:

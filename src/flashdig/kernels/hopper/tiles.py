@@ -1,0 +1,87 @@
+"""Which tile the Hopper forward takes: by widths, lengths and causality, no tuning at run time.
+
+Measured on an H200 for (64, 64), (128, 128) and (256, 256): `benchmarks/tiles/hopper-h200.json`;
+the other pairs were only compared with a few others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flashdig.kernels.hopper.descriptors import padded
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How a block walks.
+
+    Attributes:
+        consumers: warpgroups of 64 query rows.
+        block_n: keys of a tile.
+        stages: buffers of K and of V.
+        registers: of a consumer's thread.
+        q_buffers: tiles of Q that are held; with two, the next one's first scores are computed
+            while this one's output is written.
+        own_output: the output has shared memory of its own, else it goes through Q's.
+        lazy: the output is rescaled only where a row's maximum grew much.
+    """
+
+    consumers: int
+    block_n: int
+    stages: int
+    registers: int
+    q_buffers: int = 1
+    own_output: bool = False
+    lazy: bool = False
+
+
+_TWO_64 = Tile(2, 128, 4, 240, q_buffers=2, own_output=True)
+_THREE_64 = Tile(3, 128, 2, 160, own_output=True, lazy=True)
+_TWO_96 = Tile(2, 128, 2, 240, q_buffers=2, own_output=True)
+_TWO_128 = Tile(2, 128, 2, 240, own_output=True)
+_AHEAD_128 = Tile(2, 128, 2, 240, q_buffers=2, own_output=True, lazy=True)
+_THREE_128 = Tile(3, 64, 4, 160, own_output=True, lazy=True)
+_BOTH_192_128 = Tile(2, 128, 2, 240)
+_BOTH_192 = Tile(2, 64, 3, 240)
+_BOTH_256 = Tile(2, 64, 2, 240, lazy=True)
+
+# (head_dim, head_dim_v), padded, and causality -> (query rows from which on, tile), the most rows
+# first; any other pair takes that of its wider one. Tiles of 192 rows share their keys best and
+# waste most of a sequence's last tile
+TILES: dict[tuple[int, int], dict[bool, tuple[tuple[int, Tile], ...]]] = {
+    (64, 64): {
+        False: ((1536, _THREE_64), (0, _TWO_64)),
+        True: ((6144, _THREE_64), (0, _TWO_64)),
+    },
+    (96, 96): dict.fromkeys((False, True), ((0, _TWO_96),)),
+    (128, 128): {
+        False: ((1536, _THREE_128), (0, _TWO_128)),
+        True: ((12288, _THREE_128), (768, _TWO_128), (0, _AHEAD_128)),
+    },
+    (192, 128): dict.fromkeys((False, True), ((0, _BOTH_192_128),)),
+    (192, 192): dict.fromkeys((False, True), ((0, _BOTH_192),)),
+    (256, 256): dict.fromkeys((False, True), ((0, _BOTH_256),)),
+}
+
+
+def tile_of(
+    head_dim: int,
+    head_dim_v: int,
+    rows: int = 0,
+    causal: bool = False,
+    *,
+    softcap: bool = False,
+    alibi: bool = False,
+) -> Tile:
+    """The tile of a pair of widths, of at most 256 each, for so many query rows of a sequence.
+
+    With ALiBi, and with softcap at head_dim 64, three consumers have too few registers.
+    """
+    widths = padded(head_dim), padded(head_dim_v)
+    if widths not in TILES:
+        widths = max(widths), max(widths)
+    two_only = alibi or (softcap and widths == (64, 64))
+    for begin, tile in TILES[widths][causal]:
+        if rows >= begin and not (two_only and tile.consumers > 2):
+            return tile
+    raise AssertionError(f"no tile for {widths}")
