@@ -7,7 +7,8 @@ import torch
 
 from flashdig import attention, attention_varlen
 from flashdig.kernels.hopper.forward import flashdig_hopper_forward
-from flashdig.kernels.hopper.forward_launch import TILES, attention_forward
+from flashdig.kernels.hopper.forward_launch import attention_forward
+from flashdig.kernels.hopper.tiles import TILES
 from flashdig.kernels.reference import reference_attention, reference_attention_varlen
 from tests.gpu.backends import gpu_backends
 

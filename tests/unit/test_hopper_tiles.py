@@ -8,7 +8,7 @@ import torch
 from flashdig.hardware.arch import architecture
 from flashdig.kernels.hopper.descriptors import BLOCKS, fits_into, padded, taken_by_tma, tiles_of
 from flashdig.kernels.hopper.forward_launch import ROWS, worth_grouping
-from flashdig.kernels.hopper.tiles import tile_of
+from flashdig.kernels.hopper.tiles import TILES, tile_of
 from flashdig.kernels.triton.arguments import prepared
 
 # barriers and what the producer sends to the consumers
@@ -27,7 +27,11 @@ def call_of(q, k, v, alibi_slopes=None, cu_seqlens=None):
     return prepared(q, k, v, *tensors, **numbers)
 
 
-@pytest.mark.parametrize("rows", [1, 4096, 65536])
+# from which numbers of rows on some pair of widths takes another tile
+STEPS = {rows for by_mask in TILES.values() for steps in by_mask.values() for rows, _ in steps}
+
+
+@pytest.mark.parametrize("rows", sorted(STEPS))
 @pytest.mark.parametrize("causal", [False, True])
 def test_every_pair_of_widths_fits_shared_memory_and_registers(rows, causal) -> None:
     allowed = architecture("9.0").shared_bytes_per_block
