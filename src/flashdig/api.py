@@ -73,7 +73,7 @@ def attention(
     """
     key = kept = None
     if q_descale is None and k_descale is None and v_descale is None:
-        key = kept_calls.dense_key(
+        kept, key = kept_calls.find_dense(
             q,
             k,
             v,
@@ -90,7 +90,6 @@ def attention(
             return_lse,
             backend,
         )
-        kept = kept_calls.find(key)
     if kept is not None:
         out, lse = kept(q, k, v, bias, alibi_slopes, sinks, None, None, None, None)
         return (out, lse) if return_lse else out

@@ -17,28 +17,55 @@ import torch
 from flashdig.checks import FP8_DTYPES
 from flashdig.kernels.plans import ALIGNMENT, Kept, Plan, plan_key
 from flashdig.ops.attention import TENSORS, differentiable, planned_forward
-from flashdig.ops.eager import is_plain, unwatched
+from flashdig.ops.eager import is_plain, same_as, unwatched
 from flashdig.packing import Packing, values_are_checked
 from flashdig.validate import tf32_allowed
 
 Key = tuple[Hashable, ...]
 
 _kept = Kept()
+# by options: what was called last, without other tensors and windows
+_last = Kept()
+_PLACES = 12  # of the alignment in a key
 _current_device = getattr(torch._C, "_cuda_getDevice", lambda: -1)
 _deterministic = torch._C._get_deterministic_algorithms
 _any_autocast = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 
 
 class KeptCall:
-    """How to serve the calls of one key: the plan of the operator's tensors, the operator's inputs
-    behind them, and whether each call draws a seed."""
+    """How to serve the calls of one key.
 
-    __slots__ = ("dropout", "plan", "tail")
+    Attributes:
+        plan: of the operator's tensors.
+        tail: the operator's inputs behind its tensors.
+        dropout: whether each call draws a seed.
+        same: whether q, k and v are as they were; None where that is not known fast.
+        device: index of the GPU; -1 elsewhere.
+        deterministic, tf32: torch's settings; tf32 is None where products do not follow it.
+        backward: the plan of the gradients that were asked for last, see `ops.attention`.
+    """
 
-    def __init__(self, plan: Plan, tail: tuple[Any, ...], dropout: bool) -> None:
+    __slots__ = (
+        "backward",
+        "deterministic",
+        "device",
+        "dropout",
+        "plan",
+        "same",
+        "tail",
+        "tf32",
+    )
+
+    def __init__(self, plan: Plan, inputs: tuple[Any, ...]) -> None:
         self.plan = plan
-        self.tail = tail
-        self.dropout = dropout
+        self.tail = inputs[TENSORS:]
+        self.dropout = inputs[6] is not None
+        # fp8 that asks for a gradient is refused, which the key sees
+        self.same = None if inputs[0].dtype in FP8_DTYPES else same_as(*inputs[:3])
+        self.device = inputs[0].get_device()
+        self.deterministic = _deterministic()
+        self.tf32 = tf32_allowed() if inputs[0].dtype is torch.float32 else None
+        self.backward: Any = None
 
     def __call__(
         self,
@@ -59,12 +86,28 @@ class KeptCall:
             or (bias is not None and bias.requires_grad)
             or (sinks is not None and sinks.requires_grad)
         ):
-            out, lse = differentiable(
-                self.plan, self.tail, q, k, v, bias, sinks, alibi_slopes, (seed, *lengths)
-            )
+            out, lse = differentiable(self, q, k, v, bias, sinks, alibi_slopes, (seed, *lengths))
         else:
             out, lse = self.plan(q, k, v, bias, alibi_slopes, sinks, seed, *lengths)
         return out, lse
+
+    def serves(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Any) -> bool:
+        """Whether a call with the same options and no other tensors is this one again. False where
+        only the key can say."""
+        return (
+            self.same is not None
+            and self.same(q, k, v)
+            and (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT == 0
+            and (
+                _current_device() == self.device
+                if self.device >= 0
+                else _is_here(q.device, options)
+            )
+            and _deterministic() == self.deterministic
+            and (self.tf32 is None or tf32_allowed() == self.tf32)
+            and not _any_autocast()
+            and unwatched()
+        )
 
 
 def find(key: Key | None) -> KeptCall | None:
@@ -77,6 +120,38 @@ def find(key: Key | None) -> KeptCall | None:
     return found
 
 
+def find_dense(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bias: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    *options: Any,
+) -> tuple[KeptCall | None, Key | None]:
+    """The kept call that a call of `flashdig.attention` is, or the key to keep it under; neither
+    where it has to take the long way.
+
+    What was called last with these options is asked first: nothing is read from tensors that are
+    as they were then.
+    """
+    if torch.compiler.is_compiling():
+        return None, None
+    plain = bias is None and alibi_slopes is None and sinks is None and options[0] is None
+    if plain:
+        try:
+            last: KeptCall | None = _last.get((options, tuple(map(type, options))))
+        except TypeError:  # an argument that no key can hold is none that is allowed
+            return None, None
+        if last is not None and last.serves(q, k, v, options):
+            return last, None
+    key = dense_key(q, k, v, bias, alibi_slopes, sinks, *options)
+    found = find(key)
+    if plain and found is not None and key is not None and key[_PLACES] is None:
+        _last.keep((options, tuple(map(type, options))), found)
+    return found, key
+
+
 def keep(key: Key, inputs: tuple[Any, ...]) -> None:
     """Keep how a call was served, where its backend has a plan for it.
 
@@ -85,13 +160,13 @@ def keep(key: Key, inputs: tuple[Any, ...]) -> None:
     """
     plan = planned_forward(inputs)
     if plan is not None:
-        seed, tail = inputs[6], inputs[TENSORS:]
-        _kept.keep(key, KeptCall(plan, tail, seed is not None))
+        _kept.keep(key, KeptCall(plan, inputs))
 
 
 def forget() -> None:
     """Drop every kept call."""
     _kept.clear()
+    _last.clear()
 
 
 def draw_seed(device: torch.device) -> torch.Tensor:

@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from flashdig import attention, attention_varlen, kept_calls
 from flashdig.kernels import plans
 from flashdig.kernels.plans import Kept
+from flashdig.ops import eager
 from tests.attention_cases import CASES, build, gradients, taking_gradients
 from tests.short_way import forget, short_way
 
@@ -292,6 +293,13 @@ def test_autocast_that_casts_takes_the_long_way(counted) -> None:
         assert "Planned" in type(tiled(*half).grad_fn).__name__
         with torch.autocast("cpu", enabled=False):
             assert tiled(q, k, v).dtype == torch.float32
+        with torch.autocast("cpu", dtype=torch.float16):
+            assert tiled(*half).dtype == torch.float16
+        forget()
+        for _ in range(2):
+            assert tiled(*half).dtype == torch.bfloat16
+    with torch.autocast("cpu", dtype=torch.float16):
+        assert tiled(*half).dtype == torch.float16
     (dq,) = torch.autograd.grad(out.float().sum(), q)
     assert dq.dtype == torch.float32
 
@@ -431,6 +439,50 @@ def test_another_current_device_takes_the_long_way(monkeypatch) -> None:
             device = torch.device("cuda", index)
             assert kept_calls._is_here(device, ("auto",)) == (index == current)
     assert not kept_calls._is_here(torch.device("cpu"), ("auto",))
+
+
+def test_what_was_called_last_is_asked_first(counted, monkeypatch) -> None:
+    q, k, v = inputs(dtype=torch.bfloat16)
+    for _ in range(2):
+        expected = tiled(q, k, v, causal=True)
+    keys = []
+    whole = kept_calls.dense_key
+    monkeypatch.setattr(kept_calls, "dense_key", lambda *a: keys.append(1) or whole(*a))
+    assert torch.equal(tiled(q, k, v, causal=True), expected)
+    assert not keys
+    # other strides, another length, another class of tensor, out of line: by the key
+    tiled(q.transpose(1, 2).contiguous().transpose(1, 2), k, v, causal=True)
+    tiled(q, k[:, :5], v[:, :5], causal=True)
+    tiled(torch.cat([q.flatten()[:1], q.flatten()])[1:].view(q.shape), k, v, causal=True)
+    assert len(keys) == 3
+    with torch.inference_mode():
+        assert torch.equal(tiled(q, k, v, causal=True), expected)
+    tiled(q, k, v, causal=True)
+    monkeypatch.setattr(kept_calls, "_is_here", lambda device, options: False)
+    assert torch.equal(tiled(q, k, v, causal=True), expected)
+    assert len(keys) >= 5
+
+
+def test_without_torchs_guards_the_key_says_all(counted, monkeypatch) -> None:
+    monkeypatch.setattr(kept_calls, "same_as", lambda *tensors: None)
+    first, _, third = (results("causal") for _ in range(3))
+    assert "Planned" in type(third[0].grad_fn).__name__
+    for a, b in zip(first, third, strict=True):
+        assert torch.equal(a, b)
+    assert counted.made == {"forward": 1, "backward": 1}
+
+
+def test_a_guard_of_another_release_is_not_trusted(monkeypatch) -> None:
+    assert eager._guards_are_known()
+
+    class Other:
+        def __init__(self, *tensors, **sizes):
+            self.check = lambda *others: True
+
+    monkeypatch.setattr(torch._C._dynamo.guards, "TensorGuards", Other)
+    assert not eager._guards_are_known.__wrapped__()
+    monkeypatch.delattr(torch._C._dynamo.guards, "TensorGuards")
+    assert not eager._guards_are_known.__wrapped__()
 
 
 def test_a_table_is_bounded_and_drops_the_oldest() -> None:

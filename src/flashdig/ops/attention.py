@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 from torch.autograd import forward_ad
 
-from flashdig.kernels.plans import Plan, plan_of
+from flashdig.kernels.plans import ALIGNMENT, Plan, plan_of
 from flashdig.ops import batching, eager, flops
 
 TENSORS = 11  # q, k, v, bias, alibi_slopes, sinks, dropout_seed, cu_seqlens and seqused of q and k
@@ -289,8 +289,7 @@ class _PlannedAttentionFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        plan: Plan,
-        tail: tuple[Any, ...],
+        kept: Any,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
@@ -300,8 +299,10 @@ class _PlannedAttentionFunction(torch.autograd.Function):
         rest: tuple[torch.Tensor | None, ...],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         tensors = (q, k, v, bias, slopes, sinks, *rest)
-        output: tuple[torch.Tensor, torch.Tensor] = plan(*tensors)
-        _save(ctx, (*tensors, *tail), output)
+        output: tuple[torch.Tensor, torch.Tensor] = kept.plan(*tensors)
+        ctx.save_for_backward(*tensors, *output)
+        ctx.kept = kept
+        ctx.set_materialize_grads(False)
         return output
 
     @staticmethod
@@ -309,24 +310,71 @@ class _PlannedAttentionFunction(torch.autograd.Function):
         ctx: Any, grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
         if grad_out is None and grad_lse is None:
-            return (None,) * 9
-        wanted = ctx.needs_input_grad[2:7]
-        inputs = (grad_out, grad_lse, *ctx.saved_tensors, *ctx.settings, wanted, ctx.backend)
-        found = iter(_backward_past_dispatcher(inputs))
-        return (None, None, *(next(found) if want else None for want in wanted), None, None)
+            return (None,) * 8
+        wanted = ctx.needs_input_grad[1:6]
+        tensors = (grad_out, grad_lse, *ctx.saved_tensors)
+        found = iter(_past_dispatcher(ctx.kept, tensors, wanted))
+        return (None, *(next(found) if want else None for want in wanted), None, None)
 
 
-# (plan, the operator's inputs behind its tensors, q, k, v, bias, sinks, alibi_slopes, the other
-# tensors) -> out and lse, past the dispatcher; autograd's own `apply` would first look for wrappers
-# of torch.func, which kept calls have none of
+# (kept call, q, k, v, bias, sinks, alibi_slopes, the other tensors) -> out and lse, past the
+# dispatcher; a kept call has `plan`, `tail` (the operator's inputs behind its tensors) and
+# `backward`. Autograd's own `apply` would first look for wrappers of torch.func: there are none
 differentiable: Any = super(torch.autograd.Function, _PlannedAttentionFunction).apply
 
 
-def _backward_past_dispatcher(inputs: tuple[Any, ...]) -> Any:
-    tensors = inputs[: TENSORS + 4]
-    if torch.is_grad_enabled() or torch.compiler.is_compiling() or not _nothing_below(tensors):
-        return _backward_op(*inputs)
-    return _backward(*inputs)
+class _KeptBackward:
+    """The plan of the gradients that a kept call's backward made last, and for which tensors."""
+
+    __slots__ = ("deterministic", "device", "plan", "same", "wanted")
+
+    def __init__(self, plan: Plan, present: list[torch.Tensor], wanted: tuple[bool, ...]) -> None:
+        self.plan = plan
+        self.wanted = wanted
+        self.same = eager.same_as(*present)
+        self.device = present[0].get_device()
+        self.deterministic = torch.are_deterministic_algorithms_enabled()
+
+    def serves(self, present: list[torch.Tensor], wanted: tuple[bool, ...]) -> bool:
+        return (
+            wanted == self.wanted
+            and self.same is not None
+            and self.same(*present)
+            and _are_aligned(present)
+            and (self.device < 0 or self.device == torch.cuda.current_device())
+            and self.deterministic == torch.are_deterministic_algorithms_enabled()
+            and eager.unwatched()
+        )
+
+
+def _are_aligned(tensors: list[torch.Tensor]) -> bool:
+    addresses = 0
+    for x in tensors:
+        addresses |= x.data_ptr()
+    return addresses % ALIGNMENT == 0
+
+
+def _past_dispatcher(
+    kept: Any, tensors: tuple[torch.Tensor | None, ...], wanted: tuple[bool, ...]
+) -> list[torch.Tensor]:
+    """The wanted gradients of a kept call, from the upstream gradients and what was saved."""
+    settings, backend = kept.tail[:-2], kept.tail[-1]
+    inputs = (*tensors, *settings, wanted, backend)
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return list(_backward_op(*inputs))
+    # which of them are there is the same at every call, but for the gradient of the lse
+    present = [x for x in tensors if x is not None]
+    plain = tensors[0] is not None and tensors[1] is None
+    last = kept.backward
+    if plain and last is not None and last.serves(present, wanted):
+        return [gradient for gradient in last.plan(*tensors) if gradient is not None]
+    if not _nothing_below(tensors):
+        return list(_backward_op(*inputs))
+    gradients = _backward(*inputs)
+    plan = planned_backward(inputs)
+    if plain and plan is not None and _are_aligned(present):
+        kept.backward = _KeptBackward(plan, present, wanted)
+    return gradients
 
 
 def _forward_with_autograd(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch.autograd import forward_ad
 
@@ -35,4 +39,39 @@ def is_plain(x: torch.Tensor) -> bool:
     try:
         return x.data_ptr() != 0 or x.numel() == 0
     except RuntimeError:  # no memory
+        return False
+
+
+Check = Callable[..., bool]
+
+
+def same_as(*tensors: torch.Tensor) -> Check | None:
+    """A fast check whether other tensors are as these: class, dtype, device, sizes, strides,
+    dispatch keys (subclasses, lazy negation, modes and transforms among them), and whether a
+    gradient is asked for. None where this release of torch has none that is known.
+
+    It is torch.compile's own guard, in C++: a fifth of the time of reading all this in Python.
+    """
+    return _same_as(tensors) if _guards_are_known() else None
+
+
+def _same_as(tensors: tuple[torch.Tensor, ...]) -> Check:
+    make: Any = torch._C._dynamo.guards.TensorGuards
+    guards = make(
+        *tensors,
+        dynamic_dims_sizes=[list(x.shape) for x in tensors],
+        dynamic_dims_strides=[list(x.stride()) for x in tensors],
+    )
+    check: Check = guards.check
+    return check
+
+
+@functools.cache
+def _guards_are_known() -> bool:
+    x, y, taller = (torch.empty(rows, 3, device="cpu") for rows in (2, 2, 3))
+    others = (taller, torch.empty(3, 2, device="cpu").t(), x.double(), x.to("meta"), None)
+    try:
+        check = _same_as((x, y))
+        return check(y, x) and not any(check(y, other) for other in others)
+    except Exception:  # private to torch: whatever it raises, it is not the guard that is known
         return False

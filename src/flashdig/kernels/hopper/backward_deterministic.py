@@ -10,3 +10,4 @@ import functools
 from flashdig.kernels.hopper import backward_operator
 
 attention_backward = functools.partial(backward_operator.attention_backward, deterministic=True)
+plan_backward = functools.partial(backward_operator.plan_backward, deterministic=True)
