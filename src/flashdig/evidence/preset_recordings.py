@@ -221,7 +221,7 @@ def write_manifest(folder: Path, preset: str, variants: Sequence[Variant]) -> No
         "revision": revision(),
         "variants": [vars(variant) for variant in variants],
     }
-    (folder / MANIFEST).write_text(json.dumps(content, indent=1) + "\n")
+    (folder / MANIFEST).write_text(json.dumps(content) + "\n")
 
 
 def count_exhibits(

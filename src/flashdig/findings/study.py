@@ -112,7 +112,7 @@ def write_guesses(folder: Path, guesses: Mapping[str, Guess]) -> str:
     written = now()
     content = {"written": written, "guesses": {n: g.to_dict() for n, g in guesses.items()}}
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / GUESSES).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    (folder / GUESSES).write_text(json.dumps(content) + "\n", encoding="utf-8")
     return written
 
 
