@@ -2,6 +2,9 @@
 
 import contextlib
 import json
+import re
+from pathlib import Path
+from statistics import median
 
 import pytest
 from rich.console import Console
@@ -126,6 +129,28 @@ def test_bad_arguments_are_one_clear_line(arguments, says, capsys, monkeypatch) 
         main(["bench", *arguments])
     assert end.value.code == 2
     assert says in capsys.readouterr().err
+
+
+def test_the_page_holds_the_figures_of_the_record() -> None:
+    root = Path(__file__).parents[2]
+    rows = read_record(root / "benchmarks" / "results" / "nvidia-h200" / "host.json").rows
+    page = (root / "docs" / "benchmarks.md").read_text("utf-8")
+    whole = {(row["backend"], row["name"]): row for row in rows if row["kind"] == "speed"}
+    for backend in dict.fromkeys(backend for backend, _ in whole):
+        found = [whole[backend, name] for name, _, _ in CALLS]
+        cells = [f"{row['ms'] * 1e3:.1f}" if "ms" in row else "-" for row in found]
+        assert f"| `{backend}` | {' | '.join(cells)} |" in page
+    for name, part in {"key": "key", "plan": "plan: ", "operator": "operator"}.items():
+        (row,) = [x for x in rows if x["kind"] == "step" and x["name"].startswith(part)]
+        assert re.search(rf"{name} (took )?{row['ms'] * 1e3:.1f}", page)
+    ours, theirs = (
+        [whole[backend, name]["ms_all"] for name in ("forward", "forward and backward")]
+        for backend in ("flashdig", "sdpa_flash")
+    )
+    more = median(1e3 * (a - b) for a, b in zip(ours[0], theirs[0], strict=True))
+    times = median(a / b for a, b in zip(ours[1], theirs[1], strict=True))
+    assert f"{more:.1f} µs more than `sdpa_flash`" in page
+    assert f"{times:.2f} times its" in page
 
 
 WORKER = """
