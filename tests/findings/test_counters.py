@@ -7,8 +7,9 @@ import pytest
 
 from flashdig.costs.predict import predict
 from flashdig.findings import find_in_counters
+from flashdig.findings.counted import counted_kernels
 from flashdig.findings.counted_rows import counted_rows
-from flashdig.findings.counters import COUNTER_RULES, counted_kernels
+from flashdig.findings.counters import COUNTER_RULES
 from flashdig.findings.guess import guess
 from flashdig.hardware.devices import find_device
 from flashdig.problem import AttentionProblem

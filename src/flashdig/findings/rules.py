@@ -16,7 +16,8 @@ from flashdig.findings import (
     products,
     sizes,
 )
-from flashdig.findings.counters import COUNTER_RULES, counted_kernels
+from flashdig.findings.counted import counted_kernels
+from flashdig.findings.counters import COUNTER_RULES
 from flashdig.findings.finding import Finding, in_order
 from flashdig.findings.recording import Recording
 from flashdig.hardware.devices import Device
@@ -71,7 +72,7 @@ def find_in_counters(
     guesses: Sequence[Prediction | None] = (),
     subjects: Sequence[str] = (),
 ) -> list[Finding]:
-    """What the rules find in Nsight Compute's counters; see `counters.counted_kernels`."""
+    """What the rules find in Nsight Compute's counters; see `counted.counted_kernels`."""
     counted = counted_kernels(kernels, device, guesses, subjects)
     return in_order([f for one in counted for rule in COUNTER_RULES.values() for f in rule(one)])
 

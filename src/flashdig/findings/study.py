@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from flashdig.findings.articles import ArticleRow, against_article, of_variant
+from flashdig.findings.counted import counted_kernels
 from flashdig.findings.counted_rows import counted_rows
-from flashdig.findings.counters import COUNTER_RULES, counted_kernels
+from flashdig.findings.counters import COUNTER_RULES
 from flashdig.findings.elsewhere import low_clock
 from flashdig.findings.explanation import UNEXPLAINED, Explanation, Row, explain
 from flashdig.findings.finding import Finding, in_order
