@@ -184,6 +184,12 @@ BACKENDS = (
         True,
         _hopper,
     ),
+    Backend(
+        "hopper_backward",
+        "as hopper, with a backward in Gluon too: correct on an H200, its speed not measured yet",
+        False,
+        _hopper,
+    ),
     Backend("triton", "portable Triton kernels, NVIDIA GPUs since Ampere", True, _triton),
     Backend(
         "tiled",

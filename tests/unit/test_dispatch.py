@@ -1,8 +1,11 @@
 """Which backend serves what, and the reasons given when it does not."""
 
+import importlib
+
 import pytest
 
 from flashdig.dispatch import BACKENDS, Request, choose, support
+from flashdig.ops.attention import LAUNCHERS
 from flashdig.problem import AttentionProblem, Mask
 
 HALF = AttentionProblem.dense(2, 8, 1024, 128)
@@ -17,8 +20,18 @@ def reasons(name, problem, request):
 
 def test_names_are_unique_and_in_the_order_of_preference() -> None:
     names = [backend.name for backend in BACKENDS]
-    assert names == ["fused_cpu", "hopper", "triton", "tiled", "reference"]
-    assert [backend.name for backend in BACKENDS if not backend.in_auto] == ["reference"]
+    assert names == [
+        "fused_cpu",
+        "hopper",
+        "hopper_backward",
+        "triton",
+        "tiled",
+        "reference",
+    ]
+    assert [backend.name for backend in BACKENDS if not backend.in_auto] == [
+        "hopper_backward",
+        "reference",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -143,7 +156,17 @@ def test_the_fused_cpu_attention_serves_plain_problems_alone() -> None:
 
 def test_unknown_names_are_refused_with_the_known_ones() -> None:
     message = (
-        r"backend must be 'auto' or one of 'fused_cpu', 'hopper', 'triton', 'tiled', 'reference'"
+        "backend must be 'auto' or one of 'fused_cpu', 'hopper', 'hopper_backward', 'triton', "
+        "'tiled', 'reference'"
     )
     with pytest.raises(ValueError, match=message):
         choose(HALF, AMPERE, "flash")
+
+
+def test_the_hopper_backward_is_asked_for_by_name() -> None:
+    assert choose(HALF, HOPPER).name == "hopper"
+    assert choose(HALF, HOPPER, "hopper_backward").name == "hopper_backward"
+    for name in ("hopper_backward", "hopper_backward_deterministic"):
+        forward, backward = LAUNCHERS[name]
+        assert forward == LAUNCHERS["hopper"][0]
+        assert callable(importlib.import_module(backward).attention_backward)

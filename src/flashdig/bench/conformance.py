@@ -46,7 +46,11 @@ INTERPRETER_FEATURES = {
     "head_dims": ((8, 8), (16, 16), (24, 50), (40, 40), (63, 63)),
 }
 # what each backend is asked, on a GPU
-BACKEND_FEATURES = {"triton": FEATURES, "hopper": HOPPER_FEATURES}
+BACKEND_FEATURES = {
+    "triton": FEATURES,
+    "hopper": HOPPER_FEATURES,
+    "hopper_backward": HOPPER_FEATURES,
+}
 # tiny inputs that compile all that a specialisation needs: a bias broadcast over one row or key
 # is another kernel than one over many
 WARMING_INPUTS = 3
@@ -172,7 +176,7 @@ def warm(plan: Plan, number: int) -> None:
         ours = run_kernels(inputs, plan.kernels)
         if case.packed:
             lse_of_dense_calls(inputs, ours["lse"], plan.kernels)
-    if plan.backend == "hopper":  # its tiles follow the lengths: the forward of every case
+    if plan.backend.startswith("hopper"):  # its tiles follow the lengths: the forward of every case
         for case in plan.cases(number):
             inputs = make_inputs(case, plan.device)
             _, lse = plan.kernels.forward(*inputs.operands(), **inputs.numbers())
