@@ -1,7 +1,7 @@
 """Every Triton and Gluon exhibit compiled for every architecture, without a GPU.
 
 Each test compiles in a process of its own, so that a compiler that ends it is a failed test with a
-message. What is asserted holds with Triton 3.6 and 3.9.
+message. What is asserted holds with Triton 3.9, and on sm_90 with 3.6.
 """
 
 import pytest
@@ -80,7 +80,7 @@ def wanted_for(arch: str) -> dict[tuple[str, str], AttentionProblem]:
 
 @pytest.mark.parametrize(
     "arch",
-    [pytest.param(a, marks=pytest.mark.newest) if a in ("sm_100", "sm_120") else a for a in ARCHS],
+    [a if a == "sm_90" else pytest.param(a, marks=pytest.mark.newest) for a in ARCHS],
 )
 def test_every_exhibit(arch) -> None:
     """All of an architecture in one process: starting one takes as long as three kernels."""
