@@ -22,7 +22,7 @@ RECORD = ROOT / "benchmarks" / "results" / "nvidia-h200" / "dig.json"
 def test_tables_are_drawn_from_the_record(document) -> None:
     text = (ROOT / document).read_text()
     assert "<!-- table: " in text
-    assert with_tables(text, json.loads(RECORD.read_text())["rows"]) == text
+    assert with_tables(text, read_record(RECORD).rows) == text
 
 
 def test_cards_are_drawn_from_their_record() -> None:

@@ -1,6 +1,9 @@
 """The record of measurements: `benchmarks/results/<gpu>/<suite>.json`.
 
-    {"schema": 1, "suite": ..., "runs": {run_id: {...}}, "rows": [{"run_id": ..., ...}]}
+    {"schema": 1, "suite": ..., "runs": {run_id: {...}}, "names": [...],
+     "rows": [{"run_id": ..., ...}]}
+
+`names` are those of kernels (`record_names`); a record without kernels has none.
 
 A run is appended, never replaced, and a ratio is taken within one run only: between two runs the
 clocks, the driver and the temperature may differ. The file holds one run and one row a line, keys
@@ -19,6 +22,7 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
+from flashdig.bench.record_names import named, numbered
 from flashdig.bench.rows import RecordError, check_json, check_row
 from flashdig.bench.timing import Ratio, Timing, median_ratio
 
@@ -166,10 +170,12 @@ class Record:
     def to_json(self) -> str:
         """The file's text: one run and one row a line, keys sorted."""
         runs = [f"{_line(run.run_id)}: {_line(_run_fields(run))}" for run in self.runs]
-        rows = [_line(row) for row in self.rows]
+        names, short = numbered(self.rows)
+        rows = [_line(row) for row in short]
+        list_of_names = f'"names": [{_block([_line(name) for name in names])}],\n' if names else ""
         return (
             f'{{\n"schema": {SCHEMA},\n"suite": {_line(self.suite)},\n'
-            f'"runs": {{{_block(runs)}}},\n"rows": [{_block(rows)}]\n}}\n'
+            f'"runs": {{{_block(runs)}}},\n{list_of_names}"rows": [{_block(rows)}]\n}}\n'
         )
 
 
@@ -236,7 +242,7 @@ def _record_from(content: Any) -> Record:
         raise RecordError(
             f"schema {content['schema']!r} is not the one that this version reads ({SCHEMA})"
         )
-    _require_keys(content, RECORD_KEYS, "the record")
+    _require_keys(content, RECORD_KEYS, "the record", {"names"})
     if not isinstance(content["runs"], dict):
         raise RecordError("runs must be an object")
     if not isinstance(content["rows"], list):
@@ -245,14 +251,17 @@ def _record_from(content: Any) -> Record:
     for run_id, fields in content["runs"].items():
         _require_keys(fields, RUN_KEYS, f"run {run_id!r}")
         runs.append(Run(run_id, **fields))
-    return Record(content["suite"], tuple(runs), tuple(content["rows"]))
+    rows = named(content["rows"], content.get("names", []))
+    return Record(content["suite"], tuple(runs), tuple(rows))
 
 
-def _require_keys(value: Any, keys: set[str], where: str) -> None:
+def _require_keys(
+    value: Any, keys: set[str], where: str, optional: frozenset[str] | set[str] = frozenset()
+) -> None:
     if not isinstance(value, dict):
         raise RecordError(f"{where} must be an object")
     missing = sorted(keys - value.keys())
-    unknown = sorted(value.keys() - keys)
+    unknown = sorted(value.keys() - keys - optional)
     if missing:
         raise RecordError(f"{where}: {', '.join(missing)} missing")
     if unknown:

@@ -8,7 +8,6 @@ is "ladder" (the newest run without a preset), "steps" or "pair".
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -134,7 +133,9 @@ TABLES: dict[str, Callable[[Sequence[Row]], str]] = {
 
 
 if __name__ == "__main__":
+    from flashdig.bench.results import read_record
+
     record, *documents = (Path(argument) for argument in sys.argv[1:])
-    recorded = json.loads(record.read_text())["rows"]
+    recorded = read_record(record).rows
     for document in documents:
         document.write_text(with_tables(document.read_text(), recorded))
