@@ -59,6 +59,25 @@ def test_every_width_is_right_and_keeps_its_registers(head_dims, causal) -> None
     assert all(one.n_spills == 0 for one in compiled)
 
 
+TABLE = {
+    (widths, causal, tile)
+    for widths, by_mask in TILES.items()
+    for causal, steps in by_mask.items()
+    for _, tile in steps
+}
+
+
+@pytest.mark.parametrize(("head_dims", "causal", "tile"), sorted(TABLE, key=str))
+def test_every_tile_of_the_table_is_right(head_dims, causal, tile) -> None:
+    q, k, v = tensors(2, 500, 700, 3, 1, *head_dims)
+    out, lse = attention_forward(
+        *(q, k, v, *[None] * 8),
+        **{**PLAIN, "softmax_scale": head_dims[0] ** -0.5, "window_right": 0 if causal else -1},
+        config=tile,
+    )
+    assert_is_attention(out, lse, q, k, v, causal=causal)
+
+
 @pytest.mark.parametrize("lengths", [(1, 300), (1, 1), (5, 129), (17, 64), (100, 20)])
 @pytest.mark.parametrize(("heads", "heads_kv"), [(8, 2), (6, 2), (7, 1), (64, 1)])
 @pytest.mark.parametrize("sinks", [False, True])

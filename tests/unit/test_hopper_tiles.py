@@ -7,7 +7,7 @@ import torch
 
 from flashdig.hardware.arch import architecture
 from flashdig.kernels.hopper.descriptors import BLOCKS, fits_into, padded, taken_by_tma, tiles_of
-from flashdig.kernels.hopper.forward_launch import ROWS, worth_grouping
+from flashdig.kernels.hopper.forward_launch import ROWS, plan_forward, worth_grouping
 from flashdig.kernels.hopper.tiles import TILES, tile_of
 from flashdig.kernels.triton.arguments import prepared
 
@@ -80,6 +80,28 @@ def test_descriptors_say_where_rows_end() -> None:
     assert groups.block == (1, 1, 32, 2, 128)
     with pytest.raises(ValueError, match=r"at most 2\*\*30 rows on this backend, got 1073741825"):
         tiles_of("q_desc", meta(2**30 + 1, 1, 8), 64)
+
+
+def test_plans_are_made_where_nothing_is_copied_and_a_kernel_runs() -> None:
+    numbers = {"softmax_scale": 0.1, "softcap": 0.0, "dropout_p": 0.0, "window_left": -1}
+    numbers |= {"window_right": 0, "top_left": False, "allow_tf32": False, "out_dtype": None}
+
+    def plan(q, k, v, alibi_slopes=None, cu_seqlens=None, **changes):
+        behind = (None, None, cu_seqlens, cu_seqlens, None, None)
+        return plan_forward(q, k, v, None, alibi_slopes, *behind, **{**numbers, **changes})
+
+    q, k = meta(2, 10, 4, 72), meta(2, 20, 2, 72)
+    assert plan(q, k, k) is not None
+    assert plan(q, k, k[..., :64]) is not None
+    assert plan(meta(30, 4, 72), meta(30, 2, 72), meta(30, 2, 72), cu_seqlens=meta(3).int())
+    assert plan(q, k, k[..., 4:68]) is None
+    assert plan(q[..., ::2], k[..., ::2], k) is None
+    assert plan(q, k, meta(2, 20, 2, 77)[..., :72]) is None
+    assert plan(q, k[:, :0], k[:, :0]) is None
+    assert plan(q, k, k, softmax_scale=0.0) is None
+    assert plan(q, k, k, softmax_scale=-1.0) is None
+    assert plan(q, k, k, softmax_scale=-1.0, softcap=5.0) is not None
+    assert plan(q, k, k, meta(4, dtype=torch.float32), softmax_scale=-1.0) is not None
 
 
 def test_only_what_tma_does_not_take_is_copied() -> None:
