@@ -43,7 +43,7 @@ CASES = {
     "batch invariant": {"schedule": "invariant", "head_dims": (40, 24), "terms": "leftpad"},
     "fp8 cache": {"fp8": True, "dtype": "float16", "append": "new", "terms": "ALiBi"},
 }
-OTHERS = ("rounding to fp8", "dealt out evenly", "packed queries over pages")
+OTHERS = ("rounding to fp8", "lengths of every kind", "packed queries over pages")
 
 
 def conformance(name):
@@ -72,8 +72,8 @@ def rounding():
     return None
 
 
-def dealt_out():
-    """Lengths of every kind over programs of one tile each, so that most pairs are cut."""
+def ragged():
+    """Lengths of every kind, cut into pieces of a tile or two."""
     from flashdig.kernels.triton.decode_choose import DecodeTile
     from flashdig.kernels.triton.decode_launch import cache_attention
 
@@ -85,7 +85,7 @@ def dealt_out():
         q, k, v, seqlens, *(None,) * 8, sinks, None, None, None,
         softmax_scale=0.25, softcap=0.0, window_left=-1, window_right=0, top_left=False,
         allow_tf32=False, seqlen_new=0, num_splits=0, batch_invariant=False,
-        tile=DecodeTile(16, 16, 4, 2, 2), balanced=True,
+        tile=DecodeTile(16, 16, 4, 2, 2), ragged=True,
     )  # fmt: skip
     for b, n in enumerate(lengths):
         one = slice(b, b + 1)
@@ -113,7 +113,7 @@ def packed_over_pages():
 
 def main() -> None:
     found = {name: conformance(name) for name in CASES}
-    calls = (rounding, dealt_out, packed_over_pages)
+    calls = (rounding, ragged, packed_over_pages)
     found |= {name: call() for name, call in zip(OTHERS, calls, strict=True)}
     json.dump(found, sys.stdout)
 

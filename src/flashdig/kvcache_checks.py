@@ -67,11 +67,13 @@ def cache_call(given: CacheArguments) -> dict[str, Any]:
         ("v_cache", v_cache, f"{first}, num_heads_kv, head_dim_v"),
     ):
         _check_tensor(name, x, sizes)
-    tensors = {n: x for n, x in vars(given).items() if isinstance(x, torch.Tensor) and n != "q"}
+    tensors = {name: getattr(given, name) for name in ("k_cache", "v_cache", *_TENSORS)}
     for name in _TENSORS:
         x = getattr(given, name)
         if x is not None and not isinstance(x, torch.Tensor):
             raise TypeError(f"{name} must be a tensor or None, got {type(x).__name__}")
+    if isinstance(given.cache_seqlens, torch.Tensor):
+        tensors["cache_seqlens"] = given.cache_seqlens
     checks.check_devices(q, **tensors)
     q = _under_autocast(q)
     batch = _check_lengths(given, q, packed)
@@ -169,7 +171,8 @@ def _check_lengths(given: CacheArguments, q: torch.Tensor, packed: bool) -> int:
         batch = given.cu_seqlens_q.shape[0] - 1
         checks.check_integers("cu_seqlens_q", given.cu_seqlens_q, "(batch + 1,)", (batch + 1,))
     lengths = given.cache_seqlens
-    if isinstance(lengths, bool) or not isinstance(lengths, int | torch.Tensor | None):
+    is_length = isinstance(lengths, int) and not isinstance(lengths, bool)
+    if not (lengths is None or is_length or isinstance(lengths, torch.Tensor)):
         raise TypeError(
             f"cache_seqlens must be a tensor, an int or None, got {type(lengths).__name__}"
         )

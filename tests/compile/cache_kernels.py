@@ -21,7 +21,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "sm_80": {"cache": torch.float8_e4m3fn, "dim": 32},
     "sm_90": {"page": 16, "dim": 64, "append": True},
     "sm_100": {"dim": 32, "tokens": 64, "invariant": True},
-    "sm_120": {"dim": 32, "dtype": torch.float16, "page": 16, "balanced": True},
+    "sm_120": {"dim": 32, "dtype": torch.float16, "page": 16, "ragged": True},
 }
 
 
@@ -47,8 +47,7 @@ def launch(arch: str) -> None:
         *(None,) * 9, softmax_scale=0.1, softcap=0.0, window_left=-1, window_right=0,
         top_left=False, allow_tf32=False, seqlen_new=tokens,
         num_splits=0 if call.get("invariant") else 2,
-        batch_invariant=call.get("invariant", False), balanced=call.get("balanced"), arch=arch,
-        dependent_launch=arch in ("sm_90", "sm_100"),
+        batch_invariant=call.get("invariant", False), ragged=call.get("ragged"), arch=arch,
     )  # fmt: skip
 
 

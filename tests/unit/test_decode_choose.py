@@ -18,6 +18,9 @@ def test_the_tiles_that_were_measured() -> None:
     assert (many.block_m, many.block_n, many.num_warps, many.num_stages) == (16, 64, 4, 2)
     # the page table's loads take two stages more
     assert choose_decode_tile(*LLAMA, paged=True).num_stages == 5
+    long = choose_decode_tile(*LLAMA, paged=True, long=True)
+    assert (long.block_n, long.num_stages) == (64, 5)
+    assert long.resident >= 2
     assert choose_decode_tile(*LLAMA, paged=True, crowded=True).num_stages == 4
 
 
@@ -43,15 +46,24 @@ def test_a_batch_invariant_tile_knows_no_tokens_no_pages_and_no_batch() -> None:
         (tile.block_m, tile.block_n, tile.num_warps)
         for rows in (4, 40, 4000)
         for paged in (False, True)
-        for crowded in (False, True)
+        for crowded, long in ((False, False), (True, False), (False, True))
         for tile in [
             choose_decode_tile(
                 "sm_90", 2, 2, 128, 128, rows, 4,
-                paged=paged, crowded=crowded, batch_invariant=True,
+                paged=paged, crowded=crowded, long=long, batch_invariant=True,
             )
         ]
     }  # fmt: skip
     assert len(tiles) == 1
+
+
+@pytest.mark.parametrize("head_dims", [(96, 48), (80, 80), (128, 96), (576, 512)])
+def test_heads_that_are_no_power_of_two_are_not_multiplied_by_warp_groups(head_dims) -> None:
+    for batch_invariant in (False, True):
+        tile = choose_decode_tile(
+            "sm_90", 2, 1, *head_dims, 4096, 4, batch_invariant=batch_invariant
+        )
+        assert tile.block_m == 32
 
 
 @pytest.mark.parametrize(

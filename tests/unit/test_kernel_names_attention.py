@@ -326,9 +326,9 @@ OUR_KERNELS = {
         *("attention_forward", "forward", "bfloat16", (16, 128), 128, True, True),
         "attention over a cache, bf16, head_dim 128, tile 16x128, causal, pages, keys in parts,",
     ),
-    "flashdig_decode_balanced_fp32_d576v512_m16n32_window_varlen_fp8cache_sinks": (
+    "flashdig_decode_ragged_fp32_d576v512_m16n32_window_varlen_fp8cache_sinks": (
         *("attention_forward", "forward", "float32", (16, 32), 576, False, None),
-        "keys dealt out evenly, fp32, head_dim 576 (v: 512), tile 16x32, in a window, packed,",
+        "sequences of different lengths, fp32, head_dim 576 (v: 512), tile 16x32, in a window, packed,",
     ),
     "flashdig_combine_fp16_v128": (
         *("attention_part", "forward", "float16", None, None, False, None),

@@ -27,7 +27,7 @@ SUITE = "decode"
 NUM_HEADS, NUM_HEADS_KV, HEAD_DIM = 32, 8, 128
 PEERS = ("fa3", "sdpa_cudnn", "sdpa_flash", "fa4")
 # schedules of ours: the one that a call gets, and others
-VARIANTS = ("chosen", "separate launch", "dealt out, 128 keys", "dealt out, 64 keys", "64 keys")
+VARIANTS = ("chosen", "even parts", "64 keys")
 CACHES = ("dense", "page 16", "page 64")
 SEED = 2026
 
@@ -137,10 +137,8 @@ def _variant(x: Inputs, name: str) -> Call | str:
 
     paged = int(x.page_table is not None)
     schedules: dict[str, dict[str, Any]] = {
-        "separate launch": {"dependent_launch": False},
-        "dealt out, 128 keys": {"tile": DecodeTile(16, 128, 4, 3 + 2 * paged, 1), "balanced": True},
-        "dealt out, 64 keys": {"tile": DecodeTile(16, 64, 4, 3 + 2 * paged, 2), "balanced": True},
-        "64 keys": {"tile": DecodeTile(16, 64, 4, 3 + 2 * paged, 2)},
+        "even parts": {"ragged": False},
+        "64 keys": {"ragged": False, "tile": DecodeTile(16, 64, 4, 3 + 2 * paged, 2)},
     }
     settings = schedules[name]
     num_splits = 0

@@ -16,21 +16,6 @@ PARTS_AT_ONCE = tl.constexpr(16)
 
 
 @triton.jit
-def launch_the_next():
-    """Let the next kernel's programs start beside this one's; they wait before they read."""
-    tl.extra.cuda.gdc_launch_dependents()
-
-
-@triton.jit
-def wait_for_the_last():
-    """Wait until the kernel before has ended and its results can be read.
-
-    Every program does: whoever comes next waits for this kernel alone.
-    """
-    tl.extra.cuda.gdc_wait()
-
-
-@triton.jit
 def with_sink(out, lse, sink):
     """Rows of attention with their sinks' logits (natural units) in the softmax."""
     largest = tl.maximum(lse, sink)
@@ -73,6 +58,43 @@ def store_rows(
     tl.store(lse_ptr + statistics, lse, mask=row_inside)
 
 
+@triton.jit
+def join_parts(
+    part_ptr,
+    part_lse_ptr,
+    first,
+    between,
+    count,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):
+    """(out [1, BLOCK_DV], lse [1]) of one row: its parts are rows first, first + between, ..."""
+    offs_s = tl.arange(0, PARTS_AT_ONCE)
+    offs_dv = tl.arange(0, BLOCK_DV)
+    largest = tl.full([1], float("-inf"), tl.float32)
+    for s in tl.range(0, count, PARTS_AT_ONCE):
+        rows = first + (s + offs_s) * between
+        lses = tl.load(part_lse_ptr + rows, mask=s + offs_s < count, other=float("-inf"))
+        largest = tl.maximum(largest, tl.max(lses, 0))
+    shift = tl.where(largest == float("-inf"), 0.0, largest)
+    total = tl.zeros([1], tl.float32)
+    out = tl.zeros([1, BLOCK_DV], tl.float32)
+    for s in tl.range(0, count, PARTS_AT_ONCE):
+        rows = first + (s + offs_s) * between
+        lses = tl.load(part_lse_ptr + rows, mask=s + offs_s < count, other=float("-inf"))
+        weights = tl.exp2((lses - shift) * LOG2_E)
+        read = lses != float("-inf")  # NaN is read: it must show
+        parts = tl.load(
+            part_ptr + rows[:, None] * BLOCK_DV + offs_dv[None, :],
+            mask=read[:, None] & (offs_dv < HEAD_DIM_V)[None, :],
+            other=0.0,
+        )
+        total += tl.sum(weights, 0)
+        out += tl.sum(parts * weights[:, None], 0)[None, :]
+    total = tl.where(total == 0.0, 1.0, total)
+    return out / total[:, None], largest + tl.log2(total) * LN_2
+
+
 @triton.jit(repr=combine_name, do_not_specialize=UNSPECIALIZED)
 def flashdig_combine(
     part_ptr,
@@ -93,7 +115,6 @@ def flashdig_combine(
     GROUP: tl.constexpr,
     PACKED: tl.constexpr,
     SINKS: tl.constexpr,
-    EARLY: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
     program = tl.program_id(0)
@@ -104,41 +125,11 @@ def flashdig_combine(
         slot + first_slot, cu_q_ptr, used_q_ptr, batch, seqlen_q, GROUP, BLOCK_M, PACKED
     )
     row = start_row + row_of_tile
-    if EARLY:
-        wait_for_the_last()
     if row >= length_q * GROUP:
         return
-    offs_s = tl.arange(0, PARTS_AT_ONCE)
-    offs_dv = tl.arange(0, BLOCK_DV)
     first = (slot.to(tl.int64) * num_heads_kv + head_kv) * BLOCK_M + row_of_tile
     between = slots.to(tl.int64) * num_heads_kv * BLOCK_M
-
-    largest = tl.full([1], float("-inf"), tl.float32)
-    for s in tl.range(0, splits, PARTS_AT_ONCE):
-        wanted = s + offs_s < splits
-        lses = tl.load(
-            part_lse_ptr + first + (s + offs_s) * between, mask=wanted, other=float("-inf")
-        )
-        largest = tl.maximum(largest, tl.max(lses, 0))
-    shift = tl.where(largest == float("-inf"), 0.0, largest)
-    total = tl.zeros([1], tl.float32)
-    out = tl.zeros([1, BLOCK_DV], tl.float32)
-    for s in tl.range(0, splits, PARTS_AT_ONCE):
-        wanted = s + offs_s < splits
-        parts = first + (s + offs_s) * between
-        lses = tl.load(part_lse_ptr + parts, mask=wanted, other=float("-inf"))
-        weights = tl.exp2((lses - shift) * LOG2_E)
-        read = lses != float("-inf")  # NaN is read: it must show
-        rows = tl.load(
-            part_ptr + parts[:, None] * BLOCK_DV + offs_dv[None, :],
-            mask=read[:, None] & (offs_dv < HEAD_DIM_V)[None, :],
-            other=0.0,
-        )
-        total += tl.sum(weights, 0)
-        out += tl.sum(rows * weights[:, None], 0)[None, :]
-    total = tl.where(total == 0.0, 1.0, total)
-    out = out / total[:, None]
-    lse = largest + tl.log2(total) * LN_2
+    out, lse = join_parts(part_ptr, part_lse_ptr, first, between, splits, HEAD_DIM_V, BLOCK_DV)
     heads = head_kv * GROUP + row % GROUP + tl.zeros([1], tl.int32)
     if SINKS:
         out, lse = with_sink(out, lse, tl.load(sinks_ptr + heads).to(tl.float32))

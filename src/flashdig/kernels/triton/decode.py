@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from flashdig.kernels.primitives import round_to_tf32
-from flashdig.kernels.triton.combine import launch_the_next, store_rows, with_sink
+from flashdig.kernels.triton.combine import store_rows, with_sink
 from flashdig.kernels.triton.decode_arguments import UNSPECIALIZED, decode_name
 from flashdig.kernels.triton.paged import (
     cache_row,
@@ -395,14 +395,11 @@ def flashdig_decode(
     INPUT_PRECISION: tl.constexpr,
     SPLIT: tl.constexpr,
     SPLIT_SIZE: tl.constexpr,
-    EARLY: tl.constexpr,
     ONE_PHASE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
-    if EARLY:
-        launch_the_next()
     program = tl.program_id(0)
     # programs that share keys, those of one split, lie together: what they share stays in L2
     slot = program % slots

@@ -24,7 +24,7 @@ UNSPECIALIZED = [
     "first_slot",
     "slots",
     "splits",
-    "programs",
+    "wanted",
     "left",
     "right",
     "score_factor",

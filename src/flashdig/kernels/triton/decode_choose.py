@@ -23,8 +23,12 @@ INVARIANT_SPLIT = 512
 MAX_SPLITS = 256
 # tiles of rows for each multiprocessor from which on programs share them
 CROWD = 2
+# bytes of keys and values from which on pages are read by two programs a multiprocessor
+LONG_BYTES = 100 * 10**6
 # every program sums the lengths of all sequences
-MAX_BALANCED_BATCH = 1024
+MAX_RAGGED_BATCH = 1024
+# pieces for each program that fits the chip, where lengths differ
+PIECES = 2
 # bytes that the parts of one launch may take
 PART_BYTES = 512 * 2**20
 
@@ -59,6 +63,7 @@ def choose_decode_tile(
     *,
     paged: bool = False,
     crowded: bool = False,
+    long: bool = False,
     batch_invariant: bool = False,
 ) -> DecodeTile:
     """The tile for a cache.
@@ -72,6 +77,7 @@ def choose_decode_tile(
         rows: query tokens times heads of a group, of the longest sequence.
         paged: keys are found through a page table, whose loads take two stages.
         crowded: there are at least `CROWD` tiles of rows for each multiprocessor.
+        long: the caches have room for `LONG_BYTES` or more.
         batch_invariant: the tile must not depend on how many tokens or sequences come together.
 
     Raises ValueError for an unknown `arch`.
@@ -84,8 +90,11 @@ def choose_decode_tile(
     row_bytes = (head_dim + head_dim_v) * cache_bytes
     # tiles of an fp8 cache lie in shared memory in q's dtype as well
     converted = (head_dim + head_dim_v) * element_bytes if cache_bytes != element_bytes else 0
-    small = (crowded and not batch_invariant) or block_m >= 64
-    stage_limit = (32 if small else 64) * 1024
+    crowded, long = crowded and not batch_invariant, long and not batch_invariant
+    small = crowded or block_m >= 64
+    # with pages, two programs of smaller tiles hide more than one of large ones
+    two = paged and long and not small
+    stage_limit = (32 if small or two else 64) * 1024
     if max(head_dim, head_dim_v) > 256 and shared > 160 * 1024:
         stage_limit = 72 * 1024  # 32 keys of latent attention
     queries = block_m * head_dim * element_bytes
@@ -97,12 +106,14 @@ def choose_decode_tile(
         block_n //= 2
     fixed = queries + block_n * converted
     stage = block_n * row_bytes
-    buffers = max(2, min(4, 128 * 1024 // stage))
+    buffers = max(2, min(4, (64 if two else 128) * 1024 // stage))
     if small:
         buffers = 2 if block_m >= 64 else 1
     buffers = max(1, min(buffers, (shared - fixed) // stage))
     resident = max(1, min(5, shared // (fixed + buffers * stage + 4096)))
-    many_registers = block_m >= 64 and (max(head_dim, head_dim_v) > 128 or block_n > 64)
+    widest = max(head_dim, head_dim_v)
+    many_registers = block_m >= 64 and (widest > 128 or block_n > 64)
+    many_registers |= block_m >= 32 and widest > 256
     warps = 8 if many_registers or (converted and block_n == 128) else 4
     return DecodeTile(block_m, block_n, warps, buffers + 1 + 2 * int(paged), resident)
 
@@ -124,6 +135,9 @@ def block_rows(
         most = 16 if widest > 128 else 32
     elif widest > 256 and SHARED_BYTES[arch] < 100 * 1024:
         most = 16
+    elif widest > 256 or head_dim & (head_dim - 1) or head_dim_v & (head_dim_v - 1):
+        # 64 rows are multiplied by warp groups on Hopper, which went wrong for head_dim 96
+        most = 32
     if batch_invariant:
         rows = most if element_bytes < 4 else group_size
     block_m = 16

@@ -12,21 +12,20 @@ from flashdig.kernels.triton.arguments import architecture_of, check_grid, row_c
 from flashdig.kernels.triton.combine import flashdig_combine
 from flashdig.kernels.triton.decode import flashdig_decode
 from flashdig.kernels.triton.decode_arguments import CacheCall
-from flashdig.kernels.triton.decode_balanced import (
-    flashdig_combine_balanced,
-    flashdig_decode_balanced,
-)
 from flashdig.kernels.triton.decode_choose import (
     CROWD,
     INVARIANT_SPLIT,
-    MAX_BALANCED_BATCH,
+    LONG_BYTES,
+    MAX_RAGGED_BATCH,
     MAX_SPLITS,
     PART_BYTES,
+    PIECES,
     DecodeTile,
     block_rows,
     choose_decode_tile,
     choose_splits,
 )
+from flashdig.kernels.triton.decode_ragged import flashdig_combine_ragged, flashdig_decode_ragged
 
 
 def cache_attention(
@@ -58,8 +57,7 @@ def cache_attention(
     batch_invariant: bool,
     out_dtype: torch.dtype | None = None,
     tile: DecodeTile | None = None,
-    balanced: bool | None = None,
-    dependent_launch: bool | None = None,
+    ragged: bool | None = None,
     arch: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of queries over a cache that already holds every key; arguments were checked.
@@ -74,9 +72,7 @@ def cache_attention(
         cu_seqlens_k: (batch + 1,) whose differences bound the lengths as well.
         num_splits: parts of the keys; 0 chooses.
         batch_invariant: parts and tiles of fixed sizes, so that no bit of a row depends on others.
-        balanced: deal keys out evenly to the programs that fit the chip; None chooses.
-        dependent_launch: the kernel that joins parts is launched before the other has ended, and
-            waits on the device (programmatic dependent launch, sm_90 and later); None chooses.
+        ragged: the device cuts the keys by the sequences' lengths; None chooses.
         tile, arch: other than the ones that the device gets.
 
     Returns: out (as q with head_dim_v), and lse (batch, num_heads, seqlen_q) or (num_heads,
@@ -116,15 +112,13 @@ def cache_attention(
     )
     if tile is None:
         tile = _tile(call, arch or architecture_of(q.device), batch_invariant)
-    if balanced is None:
-        balanced = False
-    if dependent_launch is None:
-        dependent_launch = _has_dependent_launch(q.device)
-    if balanced:
-        _launch_balanced(call, tile, out, lse, dependent_launch)
-        return out, lse
+    if ragged is None:
+        ragged = num_splits == 0 and not batch_invariant and _may_be_ragged(call, tile)
     splits = _splits(call, tile, num_splits, batch_invariant)
-    _launch(call, tile, splits, batch_invariant, out, lse, dependent_launch)
+    if ragged:
+        _launch_ragged(call, tile, splits, out, lse)
+    else:
+        _launch(call, tile, splits, batch_invariant, out, lse)
     return out, lse
 
 
@@ -135,6 +129,7 @@ def _tile(call: CacheCall, arch: str, batch_invariant: bool) -> DecodeTile:
     sizes = (tokens * call.group_size, call.group_size)
     block_m = block_rows(arch, element_bytes, *head_dims, *sizes, batch_invariant=batch_invariant)
     tiles = call.slots(block_m) * call.num_heads_kv
+    room = call.batch * call.capacity * call.num_heads_kv * sum(head_dims) * call.k.element_size()
     return choose_decode_tile(
         arch,
         element_bytes,
@@ -143,6 +138,7 @@ def _tile(call: CacheCall, arch: str, batch_invariant: bool) -> DecodeTile:
         *sizes,
         paged=call.page_table is not None,
         crowded=tiles >= CROWD * _multiprocessors(call.q.device),
+        long=room >= LONG_BYTES,
         batch_invariant=batch_invariant,
     )
 
@@ -156,6 +152,8 @@ def _splits(call: CacheCall, tile: DecodeTile, num_splits: int, batch_invariant:
         splits = min(num_splits, key_tiles, MAX_SPLITS)
     else:
         processors = _multiprocessors(call.q.device)
+        if tiles < CROWD * processors:  # programs that share one have room for two
+            processors *= min(tile.resident, 2)
         splits = choose_splits(tiles, call.capacity, tile.block_n, processors)
     row = 4 * tile.block_m * call.v.shape[-1]
     return max(1, min(splits, PART_BYTES // max(1, tiles * row)))
@@ -168,7 +166,6 @@ def _launch(
     batch_invariant: bool,
     out: torch.Tensor,
     lse: torch.Tensor,
-    dependent_launch: bool,
 ) -> None:
     arguments = call.arguments(fp8_hardware=_fp8_hardware(call.q.device))
     split = splits > 1 or batch_invariant
@@ -194,7 +191,6 @@ def _launch(
             splits=splits,
             SPLIT=split,
             SPLIT_SIZE=INVARIANT_SPLIT if batch_invariant else 0,
-            EARLY=split and dependent_launch,
             ONE_PHASE=batch_invariant or tile.block_m < 64,
             BLOCK_M=tile.block_m,
             BLOCK_N=tile.block_n,
@@ -214,58 +210,53 @@ def _launch(
                 slots=count,
                 splits=splits,
                 BLOCK_M=tile.block_m,
-                EARLY=dependent_launch,
                 num_warps=4,
-                launch_pdl=dependent_launch,
             )
 
 
-def _fits_one_tile(call: CacheCall, tile: DecodeTile) -> bool:
+def _may_be_ragged(call: CacheCall, tile: DecodeTile) -> bool:
+    """Several sequences with lengths of their own, each in one tile of rows."""
     rows = call.seqlen_q * call.group_size
-    return not call.packed and rows <= tile.block_m and call.batch <= MAX_BALANCED_BATCH
+    several = 1 < call.batch <= MAX_RAGGED_BATCH
+    return several and not call.packed and rows <= tile.block_m and call.cache_seqlens is not None
 
 
-def _launch_balanced(
-    call: CacheCall,
-    tile: DecodeTile,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    dependent_launch: bool,
+def _launch_ragged(
+    call: CacheCall, tile: DecodeTile, splits: int, out: torch.Tensor, lse: torch.Tensor
 ) -> None:
     arguments = call.arguments(fp8_hardware=_fp8_hardware(call.q.device))
     block_dv = arguments["BLOCK_DV"]
-    programs = _multiprocessors(call.q.device) * tile.resident
-    parts = 2 * programs * tile.block_m
-    part = torch.empty((parts, block_dv), dtype=torch.float32, device=out.device)
-    part_lse = torch.empty(parts, dtype=torch.float32, device=out.device)
+    pairs = call.batch * call.num_heads_kv
+    wanted = PIECES * _multiprocessors(call.q.device) * tile.resident
+    programs = check_grid(max(pairs * splits, wanted + pairs))
+    rows = programs * tile.block_m
+    part = torch.empty((rows, block_dv), dtype=torch.float32, device=out.device)
+    part_lse = torch.empty(rows, dtype=torch.float32, device=out.device)
     shared = {
         "out_ptr": out,
         "lse_ptr": lse,
         "part_ptr": part,
         "part_lse_ptr": part_lse,
-        "programs": programs,
+        "splits": splits,
+        "wanted": wanted,
         "BLOCK_B": max(128, triton.next_power_of_2(call.batch)),
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
     }
-    flashdig_decode_balanced[(programs,)](
+    flashdig_decode_ragged[(programs,)](
         **arguments,
         **shared,
         SPLIT=True,
-        EARLY=dependent_launch,
         NUM_STAGES=tile.num_stages,
         num_warps=tile.num_warps,
     )
     kept = ("seqlens_ptr", "cu_k_ptr", "cu_new_ptr", "leftpad_ptr", "sinks_ptr", "batch")
     sizes = ("num_heads_kv", "seqlen_q", "seqlen_new", "capacity", "left", "right")
     constants = ("HEAD_DIM_V", "BLOCK_DV", "GROUP", "TOP_LEFT", "LEFT", "RIGHT", "SINKS")
-    rows = call.batch * call.num_heads * call.seqlen_q
-    flashdig_combine_balanced[(check_grid(rows),)](
+    flashdig_combine_ragged[(check_grid(call.batch * call.num_heads * call.seqlen_q),)](
         **{name: arguments[name] for name in (*kept, *sizes, *constants)},
         **shared,
-        EARLY=dependent_launch,
         num_warps=4,
-        launch_pdl=dependent_launch,
     )
 
 
@@ -287,10 +278,6 @@ def _contiguous(x: torch.Tensor | None) -> Any:
 def _fp8_hardware(device: torch.device) -> bool:
     """Whether the chip converts e4m3 itself."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
-
-
-def _has_dependent_launch(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @functools.cache

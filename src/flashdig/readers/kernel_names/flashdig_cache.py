@@ -29,7 +29,7 @@ _FEATURES = {
 }
 _DTYPE = r"_(?P<dtype>fp32|tf32|fp16|bf16)"
 _DECODE = re.compile(
-    rf"^flashdig_decode(?P<balanced>_balanced)?(?:_fp8(?P<fp8>)|{_DTYPE})"
+    rf"^flashdig_decode(?P<ragged>_ragged)?(?:_fp8(?P<fp8>)|{_DTYPE})"
     r"_d(?P<d>\d{1,4})(?:v(?P<v>\d{1,4}))?_m(?P<m>\d{1,4})n(?P<n>\d{1,4})"
     rf"(?:_(?P<mask>causal|window))?(?P<features>(?:_(?:{'|'.join(_FEATURES)}))*)$"
 )
@@ -74,7 +74,7 @@ def _decode(symbol: Symbol) -> KernelName | None:
         causal=causal,
         words=sentence(
             "flashdig: attention over a cache",
-            "keys dealt out evenly" if found["balanced"] else "",
+            "sequences of different lengths" if found["ragged"] else "",
             dtype_words(dtype),
             head_dim,
             tile_words(tile),
