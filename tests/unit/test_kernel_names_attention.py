@@ -328,7 +328,7 @@ OUR_KERNELS = {
     ),
     "flashdig_decode_ragged_fp32_d576v512_m16n32_window_varlen_fp8cache_sinks": (
         *("attention_forward", "forward", "float32", (16, 32), 576, False, None),
-        "sequences of different lengths, fp32, head_dim 576 (v: 512), tile 16x32, in a window, packed,",
+        "sequences of different lengths, fp32, head_dim 576 (v: 512), tile 16x32, in a window,",
     ),
     "flashdig_combine_fp16_v128": (
         *("attention_part", "forward", "float16", None, None, False, None),
