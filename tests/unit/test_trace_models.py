@@ -35,7 +35,6 @@ NAMES = sorted(path.name.removesuffix(".json.gz") for path in MODELS.glob("*.jso
 
 # kernels, copies and memsets; kernels and copies inside of attention calls
 COUNTS = {
-    "gemma2_eager_generate": (1432, 32, 148, 0),
     "gemma2_eager_train": (970, 24, 104, 0),
     "gemma2_sdpa_generate": (1250, 30, 30, 4),
     "gemma2_sdpa_train": (866, 28, 26, 8),
@@ -51,7 +50,6 @@ COUNTS = {
 }
 # what the attentions ran on, and in how many calls (forward and backward)
 BACKENDS = {
-    "gemma2_eager_generate": {"eager": 12},
     "gemma2_eager_train": {"eager": 8},
     "gemma2_sdpa_generate": {"cudnn": 12},
     "gemma2_sdpa_train": {"cudnn": 8},
