@@ -2,11 +2,11 @@
 
 import pytest
 
-from flashdig.kernels.triton.decode_arguments import split_dim
 from flashdig.kernels.triton.decode_choose import (
     SHARED_BYTES,
     choose_decode_tile,
     choose_splits,
+    split_dim,
 )
 
 LLAMA = ("sm_90", 2, 2, 128, 128, 4, 4)  # one token of 32/8 heads in bfloat16
@@ -57,13 +57,20 @@ def test_a_batch_invariant_tile_knows_no_tokens_no_pages_and_no_batch() -> None:
     assert len(tiles) == 1
 
 
-@pytest.mark.parametrize("head_dims", [(96, 48), (80, 80), (128, 96), (576, 512)])
-def test_heads_that_are_no_power_of_two_are_not_multiplied_by_warp_groups(head_dims) -> None:
+@pytest.mark.parametrize("head_dims", [(96, 48), (80, 80), (128, 96), (256, 256), (576, 512)])
+def test_odd_and_wide_heads_are_not_multiplied_by_warp_groups(head_dims) -> None:
     for batch_invariant in (False, True):
         tile = choose_decode_tile(
             "sm_90", 2, 1, *head_dims, 4096, 4, batch_invariant=batch_invariant
         )
         assert tile.block_m == 32
+
+
+def test_64_rows_are_one_warp_groups() -> None:
+    for head_dim in (64, 128):
+        for cache_bytes in (1, 2):
+            tile = choose_decode_tile("sm_90", 2, cache_bytes, head_dim, head_dim, 4096, 4)
+            assert (tile.block_m, tile.block_n, tile.num_warps) == (64, 64, 4)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 import triton
 
-from flashdig.kernels.triton.arguments import LOG2_E, block_of, strides, unit_of
+from flashdig.kernels.triton.arguments import LOG2_E, strides, unit_of
+from flashdig.kernels.triton.decode_choose import block_of, split_dim
 
 # a new length compiles nothing
 UNSPECIALIZED = [
@@ -190,18 +191,6 @@ class CacheCall:
             "SINKS": self.sinks is not None,
             "INPUT_PRECISION": "tf32" if self.allow_tf32 and self.natural else "ieee",
         }
-
-
-def split_dim(head_dim: int) -> tuple[int, int]:
-    """Widths of one or two tiles that hold head_dim with little padding: 576 is 512 + 64.
-
-    The second is 0 where the first holds all.
-    """
-    first = max(16, 1 << (head_dim.bit_length() - 1))
-    if first >= head_dim:
-        return first, 0
-    rest = block_of(head_dim - first)
-    return (2 * first, 0) if rest == first else (first, rest)
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:

@@ -87,9 +87,10 @@ def choose_decode_tile(
     shared = SHARED_BYTES[arch] - 4096  # scratch of reductions, and what the driver keeps
     block_m = block_rows(arch, element_bytes, head_dim, head_dim_v, rows, group_size,
                          batch_invariant=batch_invariant)  # fmt: skip
-    row_bytes = (head_dim + head_dim_v) * cache_bytes
+    width = sum(split_dim(head_dim)) + block_of(head_dim_v)  # padded, as in shared memory
+    row_bytes = width * cache_bytes
     # tiles of an fp8 cache lie in shared memory in q's dtype as well
-    converted = (head_dim + head_dim_v) * element_bytes if cache_bytes != element_bytes else 0
+    converted = width * element_bytes if cache_bytes != element_bytes else 0
     crowded, long = crowded and not batch_invariant, long and not batch_invariant
     small = crowded or block_m >= 64
     # with pages, two programs of smaller tiles hide more than one of large ones
@@ -98,22 +99,20 @@ def choose_decode_tile(
     if max(head_dim, head_dim_v) > 256 and shared > 160 * 1024:
         stage_limit = 72 * 1024  # 32 keys of latent attention
     queries = block_m * head_dim * element_bytes
-    block_n = 128
+    block_n = 64 if block_m >= 64 else 128
     while block_n > 16 and (
         block_n * row_bytes > stage_limit
-        or queries + block_n * (2 * row_bytes + converted) > shared
+        or queries + block_n * (2 * row_bytes + converted + block_m * element_bytes) > shared
     ):
         block_n //= 2
-    fixed = queries + block_n * converted
+    fixed = queries + block_n * (converted + block_m * element_bytes)  # with the probabilities
     stage = block_n * row_bytes
     buffers = max(2, min(4, (64 if two else 128) * 1024 // stage))
     if small:
         buffers = 2 if block_m >= 64 else 1
     buffers = max(1, min(buffers, (shared - fixed) // stage))
     resident = max(1, min(5, shared // (fixed + buffers * stage + 4096)))
-    widest = max(head_dim, head_dim_v)
-    many_registers = block_m >= 64 and (widest > 128 or block_n > 64)
-    many_registers |= block_m >= 32 and widest > 256
+    many_registers = block_m >= 32 and max(head_dim, head_dim_v) > 128
     warps = 8 if many_registers or (converted and block_n == 128) else 4
     return DecodeTile(block_m, block_n, warps, buffers + 1 + 2 * int(paged), resident)
 
@@ -135,8 +134,9 @@ def block_rows(
         most = 16 if widest > 128 else 32
     elif widest > 256 and SHARED_BYTES[arch] < 100 * 1024:
         most = 16
-    elif widest > 256 or head_dim & (head_dim - 1) or head_dim_v & (head_dim_v - 1):
-        # 64 rows are multiplied by warp groups on Hopper, which went wrong for head_dim 96
+    elif widest > 128 or head_dim & (head_dim - 1) or head_dim_v & (head_dim_v - 1):
+        # 64 rows are multiplied by warp groups on Hopper: with two of them, which wide heads would
+        # need, Triton 3.6 lays out 128 rows, and results for head_dim 96 were wrong
         most = 32
     if batch_invariant:
         rows = most if element_bytes < 4 else group_size
@@ -167,3 +167,20 @@ def choose_splits(tiles: int, keys: int, block_n: int, multiprocessors: int) -> 
 
     most = max(1, min(MAX_SPLITS, key_tiles, 4 * multiprocessors // max(tiles, 1)))
     return min(range(1, most + 1), key=lambda splits: (cost(splits), splits))
+
+
+def block_of(head_dim: int) -> int:
+    """A tile's width: the power of two that holds head_dim, at least 16 (a matrix product)."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def split_dim(head_dim: int) -> tuple[int, int]:
+    """Widths of one or two tiles that hold head_dim with little padding: 576 is 512 + 64.
+
+    The second is 0 where the first holds all.
+    """
+    first = max(16, 1 << (head_dim.bit_length() - 1))
+    if first >= head_dim:
+        return first, 0
+    rest = block_of(head_dim - first)
+    return (2 * first, 0) if rest == first else (first, rest)
