@@ -1,6 +1,7 @@
 """README and docs quote what the committed record holds, and nothing else."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -10,12 +11,67 @@ from flashdig.bench.results import read_record
 from flashdig.costs.predict import predict
 from flashdig.evidence.sass_card import SassCard
 from flashdig.hardware.devices import find_device
+from flashdig.kernels.hopper.tiles import tile_of
 from flashdig.problem import AttentionProblem
 from flashdig.report.markdown import with_tables
 from flashdig.report.sass_markdown import with_cards
 
 ROOT = Path(flashdig.__file__).parents[2]
 RECORD = ROOT / "benchmarks" / "results" / "nvidia-h200" / "dig.json"
+
+
+def geometric_mean(ratios: list[float]) -> float:
+    return math.exp(sum(map(math.log, ratios)) / len(ratios))
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/decisions/portable-kernels.md"])
+def test_the_portable_kernels_speed_is_that_of_the_record(document) -> None:
+    text = (ROOT / document).read_text()
+    rows = read_record(RECORD.with_name("portable.json")).rows
+    ms = {
+        (r["pass"], r["head_dim"], r["causal"], r["seqlen_q"], r["backend"]): r["ms"] for r in rows
+    }
+    for direction in ("forward", "backward"):
+        means = []
+        for head_dim in (64, 128, 256):
+            cells = [k[:4] for k in ms if k[:2] == (direction, head_dim) and k[4] == "triton"]
+            assert len(cells) == 12
+            ratios = [ms[(*cell, "sdpa_flash")] / ms[(*cell, "triton")] for cell in cells]
+            means.append(f"{geometric_mean(ratios):.2f}")
+        flex = [ms[k] / ms[(*k[:4], "triton")] for k in ms if k[0] == direction and k[4] == "flex"]
+        assert f"| {direction} | {' | '.join(means)} |" in text
+        if "FlexAttention |" in text:
+            assert f"{' | '.join(means)} | {geometric_mean(flex):.2f} |" in text
+
+
+def test_the_hopper_forwards_speed_is_that_of_the_record() -> None:
+    """With the tile that `tiles.py` takes, against the better of FlashAttention-3 and cuDNN."""
+    text = (ROOT / "docs" / "decisions" / "hopper-forward.md").read_text()
+    recorded = json.loads((ROOT / "benchmarks" / "tiles" / "hopper-h200.json").read_text())
+    shares = []
+    for head_dim in (64, 128, 256):
+        for causal, word in ((False, "full"), (True, "causal")):
+            cells = []
+            of_line = []
+            for seqlen in (512, 1024, 2048, 4096, 8192, 16384):
+                (found,) = (
+                    row[3]
+                    for row in recorded["tiles"]["rows"]
+                    if row[:3] == [head_dim, seqlen, causal]
+                )
+                tile = tile_of(head_dim, head_dim, seqlen, causal)
+                name = f"{tile.consumers}c"
+                if head_dim == 128 and tile.consumers == 2:
+                    name += " lazy" if tile.lazy else " q1"
+                if head_dim == 256:
+                    name += " lazy"
+                of_line.append(found[name] / max(found["fa3"], found["cudnn"]))
+                cells.append(f"{found[name]} ({of_line[-1]:.2f})")
+            shares += of_line
+            assert f"| {head_dim} {word} | {' | '.join(cells)} |" in text
+            assert f"| {geometric_mean(of_line):.2f} |" in text
+    assert f"**{geometric_mean(shares):.2f}**" in text
+    assert f"{geometric_mean(shares):.2f} of the better" in (ROOT / "README.md").read_text()
 
 
 @pytest.mark.parametrize("document", ["README.md", "docs/decisions/steps-v1-v2.md"])

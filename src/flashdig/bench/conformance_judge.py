@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 PASSES = ("dq", "dkdv", "dk", "dv")
 # draws of a case that is judged once more
-REDRAWS = 8
+REDRAWS = 24
 # half a unit in the last of TF32's 10 mantissa bits
 TF32_ROUNDING = 2.0**-11
 # between two paths to one log-sum-exp, per 1 + |lse|
