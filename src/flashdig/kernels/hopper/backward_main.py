@@ -19,6 +19,7 @@ from flashdig.kernels.gluon_api import (
     gluon,
     load_tile,
     mbarrier,
+    reinterpreted,
     wait_for_tile_stores,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -318,7 +319,7 @@ def _make_columns(
     # gradients leave through the buffers of dS, of which each consumer takes a part for itself
     HALVES: gl.constexpr = 4 * BLOCK_M // HEAD_DIM
     half: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, HEAD_DIM], dtype)
-    staging = shared.dscores._reinterpret(dtype, [HALVES, KEYS, HEAD_DIM], half)
+    staging = reinterpreted(shared.dscores, dtype, [HALVES, KEYS, HEAD_DIM], half)
     key_rows = Rows(batch, head_kv, first_k, seqlen_k, grid.PACKED, 1)
     row = start_n + CONSUMER * KEYS
     consumers_meet()
