@@ -18,6 +18,7 @@ CASES = (
     "packed without keys",
     *(f"zero sizes {sizes}" for sizes in ZERO_SIZES),
     "vmap of grad",
+    "kept",
 )
 
 
