@@ -176,46 +176,6 @@ def test_appending_adds_lines_and_changes_none_but_the_last_comma(tmp_path) -> N
     assert json.loads(path.read_text())["schema"] == 1
 
 
-def with_kernels(*names):
-    return {**RUNG, "kernels": [{"name": name, "count": 1, "us": 2.5} for name in names]}
-
-
-def test_a_kernels_name_is_written_once(tmp_path) -> None:
-    path = tmp_path / "dig.json"
-    rows = [with_kernels("long<name>", "b"), SPEED, with_kernels("b", "long<name>", "b")]
-    append_run(path, "dig", run("a"), rows)
-    before = path.read_text().split("\n")
-    assert path.read_text().count("long<name>") == 1
-    record = append_run(path, "dig", run("b"), [with_kernels("c", "b")])
-    assert read_record(path) == record
-    kept = [line.rstrip(",") for line in path.read_text().split("\n")]
-    assert [line for line in before if line.rstrip(",") not in kept] == []
-    names = [[k["name"] for k in row["kernels"]] for row in record.rows if "kernels" in row]
-    assert names == [["long<name>", "b"], ["b", "long<name>", "b"], ["c", "b"]]
-    # a file of before, with the names in the rows, is read as well
-    content = json.loads(path.read_text())
-    del content["names"]
-    content["rows"] = list(record.rows)
-    path.write_text(json.dumps(content))
-    assert read_record(path).rows == record.rows
-
-
-@pytest.mark.parametrize(
-    ("names", "message"),
-    [
-        (["a"], "row 1: kernel name 1 is not in names"),
-        ({"0": "a"}, "a list of strings"),
-        ([1], "a list"),
-    ],
-)
-def test_a_number_without_a_name_is_refused(tmp_path, names, message) -> None:
-    path = tmp_path / "dig.json"
-    append_run(path, "dig", run("a"), [with_kernels("x", "y")])
-    path.write_text(json.dumps({**json.loads(path.read_text()), "names": names}))
-    with pytest.raises(RecordError, match=message):
-        read_record(path)
-
-
 def test_rows_have_sorted_keys_and_readable_letters() -> None:
     text = Record("dig").with_run(run(), [{**RUNG, "sentence": "QKᵀ"}]).to_json()
     line = next(line for line in text.split("\n") if '"kind"' in line)
