@@ -19,7 +19,7 @@ WANTED = [
     (
         "hopper:backward_deterministic",
         WIDE,
-        [("backward_dkdv", (64, 64), 32), ("backward_dq", (128, 32), 32)],
+        [("backward_dkdv", (64, 64), 64), ("backward_dq", (128, 32), 32)],
     ),
 ]
 

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from flashdig import attention
 from flashdig.kernels.hopper.backward_operator import attention_backward
 from flashdig.kernels.reference import reference_attention
 
@@ -206,6 +207,16 @@ def test_packed_input_is_each_sequence_alone(head_dim, mask, deterministic):
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_blocks_that_walk_several_tiles(head_dim, causal, deterministic):
+    """More tiles of keys than an H200 has multiprocessors, of lengths that end inside a tile."""
+    q, k, v = inputs(500, 500, head_dim, heads=64, heads_kv=32)
+    found = gradients(q, k, v, {"causal": causal}, deterministic=deterministic)
+    assert_close(*found, LIMITS[q.dtype])
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("widths", [(96, 96), (192, 128), (40, 72), (128, 192)])
 def test_other_widths_are_padded(widths, deterministic):
     head_dim, head_dim_v = widths
@@ -222,3 +233,17 @@ def test_strides_and_addresses_that_tma_cannot_take():
     wide[..., 1:] = q
     ours, expected = gradients(wide[..., 1:], k, v, {"causal": True})
     assert_close(ours, expected, LIMITS[q.dtype])
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_by_name(deterministic):
+    """Twice: the second call takes the short way."""
+    q, k, v = (x.requires_grad_() for x in inputs(333, 333, 128))
+    expected, _ = reference_attention(*(x.double() for x in (q, k, v)), causal=True)
+    dout = torch.randn_like(q)
+    wanted = torch.autograd.grad(expected, (q, k, v), dout.double())
+    for _ in range(2):
+        out = attention(
+            q, k, v, causal=True, deterministic=deterministic, backend="hopper_backward"
+        )
+        assert_close(torch.autograd.grad(out, (q, k, v), dout), wanted, LIMITS[q.dtype])

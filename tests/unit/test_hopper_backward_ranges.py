@@ -1,4 +1,4 @@
-"""Rows and keys that the Hopper backward cuts off: against a mask written out."""
+"""Rows and keys that the Hopper backward cuts off, against a mask written out; its grids."""
 
 import itertools
 
@@ -7,6 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from flashdig.kernels.hopper.backward_launch import TILES, Call, _main
 from flashdig.kernels.hopper.backward_operator import live_ranges
 
 
@@ -26,3 +27,22 @@ def test_live_rows_and_keys_are_those_of_the_written_out_mask() -> None:
             where = (seqlen_q, seqlen_k, offset, left, right)
             assert list(range(row, row_end)) == seen.any(1).nonzero().flatten().tolist(), where
             assert list(range(key, key_end)) == seen.any(0).nonzero().flatten().tolist(), where
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "seqlen", "right", "programs"),
+    [
+        (128, 8192, -1, 132),  # as many blocks as an H200 has multiprocessors
+        (128, 512, 0, 132),
+        (128, 8192, 0, 64 * 64),  # a block for each tile of keys
+        (64, 8192, 0, 132),
+        (256, 8192, -1, 128 * 64),
+        (128, 130, -1, 2 * 64),
+    ],
+)
+def test_blocks_walk_several_tiles_where_columns_are_even(head_dim, seqlen, right, programs):
+    q = torch.empty(1, seqlen, 64, head_dim, dtype=torch.bfloat16, device="meta")
+    lse = torch.empty(1, 64, seqlen, device="meta")
+    numbers = {"softmax_scale": 1.0, "softcap": 0.0, "window_left": -1, "window_right": right}
+    call = Call(q, None, q, q, q, None, q, lse, **numbers)
+    assert _main(call, True, q, q, TILES[head_dim])._programs == programs

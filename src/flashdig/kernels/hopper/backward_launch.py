@@ -28,13 +28,14 @@ BLOCK_N = 128
 PADDED_ROWS = 128
 # 16-bit elements in 16 bytes: strides are multiples of it
 UNIT = 8
-# width of the tiles -> (rows of a tile, buffers of Q and of dO, how early the next S^T is started);
-# a narrower head_dim or head_dim_v arrives padded with zeros
-TILES = {64: (128, 3, 1, 1), 128: (64, 3, 1, 1), 256: (64, 2, 0, 0)}
+# width of the tiles -> (rows of a tile, buffers of Q and of dO, how early the next S^T is started,
+# how long causal columns may be, in tiles of rows, for blocks that walk several tiles of keys; 0: a
+# block walks one); a narrower head_dim or head_dim_v arrives padded with zeros
+TILES = {64: (128, 3, 1, 64), 128: (64, 3, 1, 8), 256: (64, 2, 0, 0)}
 # the same where dQ is made apart
-DKDV_TILES = {64: (128, 3, 0, 1), 128: (64, 3, 1, 1), 256: (64, 2, 0, 0)}
+DKDV_TILES = {64: (128, 3, 0, 64), 128: (64, 3, 1, 8), 256: (64, 2, 0, 0)}
 # with softcap or ALiBi 128 rows would spill
-SCALED_TILES = {**TILES, 64: (64, 3, 1, 1)}
+SCALED_TILES = {**TILES, 64: (64, 3, 1, 64)}
 # width -> (keys of a tile, buffers of K, buffers of V) of dQ's own kernel
 DQ_TILES = {64: (128, 2, 2), 128: (128, 2, 2), 256: (32, 2, 2)}
 # widths of the kernel of `backward_wide`, whose tiles have 64 rows and 64 keys
@@ -324,14 +325,16 @@ def _main(
     dv: torch.Tensor,
     tiles: tuple[int, int, int, int],
 ) -> Launch:
-    block_m, stages, ahead, persistent = tiles
+    block_m, stages, ahead, longest = tiles
     wide = call.width in WIDE
     block_n, of_consumer = (64, 64) if wide else (BLOCK_N, BLOCK_N // 2)
     num_heads_kv = call.k.shape[-2]
     row_bytes = call.width * (2 * call.q.element_size() + (4 if with_sums else 0))
     head_bytes = call.seqlen_q * row_bytes * call.group_size
     programs = call.programs(call.seqlen_k, block_n, num_heads_kv)
-    if persistent:
+    # dealt out in turns, columns of unequal length leave some blocks more than others
+    uneven = call.window_right >= 0 and call.window_left < 0
+    if longest and (not uneven or call.seqlen_q <= longest * block_m):
         programs = min(programs, multiprocessors(call.q.device))
     statistics = _statistics(call, block_m)
     return _launch(
