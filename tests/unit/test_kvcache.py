@@ -230,7 +230,10 @@ REFUSED = {
         "cache_batch_idx must be None with page_table",
     ),
     "page": ({"page_table": integers(0, 2)[:, None]}, "page_table must hold page numbers"),
-    "batch": ({"k_cache": randn(3, 12, 2, 16), "v_cache": randn(3, 12, 2, 16)}, "k_cache must have"),
+    "batch": (
+        {"k_cache": randn(3, 12, 2, 16), "v_cache": randn(3, 12, 2, 16)},
+        "k_cache must have",
+    ),
     "head_dim": ({"k_cache": randn(2, 12, 2, 8)}, "k_cache must have head_dim 16"),
     "sizes": ({"v_cache": randn(2, 11, 2, 16)}, "v_cache must have all sizes but the last"),
     "dtype": ({"k_cache": randn(2, 12, 2, 16).half()}, "k_cache must have the dtype of q"),

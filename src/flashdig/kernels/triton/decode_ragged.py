@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 
 from flashdig.kernels.triton.combine import join_parts, store_rows, with_sink
-from flashdig.kernels.triton.decode import attend_rows
 from flashdig.kernels.triton.decode_arguments import UNSPECIALIZED, combine_name, decode_name
+from flashdig.kernels.triton.decode_rows import attend_rows
 from flashdig.kernels.triton.paged import key_extent, seen_by_tile
 
 
