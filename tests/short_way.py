@@ -6,9 +6,12 @@ Triton's plans need a GPU or the interpreter; what keeps, finds and runs plans i
 import contextlib
 from unittest import mock
 
-from flashdig import kept_calls
+import torch
+
+from flashdig import attention, kept_calls
 from flashdig.kernels import plans, tiled_launch
 from flashdig.ops import attention as operators
+from tests.attention_cases import build, gradients, taking_gradients
 
 
 class Counted:
@@ -51,3 +54,20 @@ def short_way():
 def forget():
     kept_calls.forget()
     plans.forget()
+
+
+def tiled(*args, **options):
+    return attention(*args, backend="tiled", **options)
+
+
+def inputs(seqlen=9, heads=2, head_dim=8, dtype=torch.float32, grad=False):
+    torch.manual_seed(seqlen)
+    return [torch.randn(1, seqlen, heads, head_dim, dtype=dtype).requires_grad_(grad)
+            for _ in range(3)]  # fmt: skip
+
+
+def results(name, dtype=torch.float32):
+    q, k, v, options = build(name, dtype)
+    torch.manual_seed(3)
+    out, lse = tiled(q, k, v, **options, return_lse=True)
+    return [out, lse, *gradients(out, lse, taking_gradients(q, k, v, options))]
