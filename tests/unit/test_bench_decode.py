@@ -1,0 +1,61 @@
+"""The decode suite without a GPU: its lengths, its gate, its rows."""
+
+import pytest
+import torch
+
+from flashdig import attention_with_kvcache
+from flashdig.bench import decode
+from flashdig.bench.kvcache_conformance import FEATURES, SMALL_FEATURES, may_meet, plan
+from flashdig.bench.pairwise import feasible_pairs, pairs_of
+from flashdig.bench.rows import check_row
+
+
+def inputs(page_size=0):
+    torch.manual_seed(0)
+    q = torch.randn(2, 1, decode.NUM_HEADS, decode.HEAD_DIM).bfloat16()
+    shape = (2, 64, decode.NUM_HEADS_KV, decode.HEAD_DIM)
+    k, v = (torch.randn(shape).bfloat16() for _ in range(2))
+    table = None
+    if page_size:
+        k, v = (x.view(-1, page_size, *shape[2:]) for x in (k, v))
+        table = torch.randperm(len(k)).to(torch.int32).view(2, -1)
+    seqlens = torch.tensor([64, 33], dtype=torch.int32)
+    return decode.Inputs(q, k, v, seqlens, table, (64, 33))
+
+
+def test_cells_are_those_of_the_suite() -> None:
+    names = [cell.name for cell in decode.CELLS]
+    assert names[:6] == ["1x8k", "1x64k", "1x512k", "16x8k", "64x8k", "128x2k"]
+    mixed = decode.CELLS[-1]
+    lengths = mixed.lengths()
+    assert lengths == mixed.lengths()
+    assert len(lengths) == mixed.batch
+    assert max(lengths) <= mixed.capacity
+    assert max(lengths) > 3 * sorted(lengths)[32]
+
+
+@pytest.mark.parametrize("page_size", [0, 16])
+def test_the_gate_tells_right_from_wrong(page_size) -> None:
+    x = inputs(page_size)
+    reference = decode.Reference(x)
+    out = attention_with_kvcache(
+        x.q, x.k, x.v, cache_seqlens=x.seqlens, page_table=x.page_table, causal=True
+    )
+    assert reference.check(out).reason == "ok"
+    out[1, 0, -1] += 0.1  # the last pair is always looked at
+    assert not reference.check(out).ok
+    assert x.cache_bytes == 2 * 97 * decode.NUM_HEADS_KV * decode.HEAD_DIM * 2
+
+
+def test_rows_may_stand_in_a_record() -> None:
+    for name in ("chosen", "fa3"):
+        row = decode._row(decode.CELLS[0], "dense", inputs(), name)
+        check_row({**row, "run_id": "a", "gate": "wrong"}, {"a"}, "row")
+    assert decode.call_of("sdpa_cudnn", inputs(16)) == "no pages"
+    assert decode.call_of("sdpa_flash", inputs()) == "no lengths"
+
+
+@pytest.mark.parametrize(("device", "features"), [("cuda", FEATURES), ("cpu", SMALL_FEATURES)])
+def test_the_conformance_grid_covers_every_pair_of_features(device, features) -> None:
+    covered = set().union(*(pairs_of(one, list(features)) for one in plan(device)))
+    assert covered >= set(feasible_pairs(features, may_meet))
