@@ -11,11 +11,14 @@ import flashdig
 from flashdig.bench.results import read_record
 
 ROOT = Path(flashdig.__file__).parents[2]
-RESULTS = ROOT / "benchmarks" / "results" / "nvidia-h200"
+RESULTS = ROOT / "benchmarks" / "results"
 PAGE = (ROOT / "docs" / "migration-from-flash-attn.md").read_text(encoding="utf-8")
 CHAPTER = PAGE.split("\n## FlashAttention's own tests\n")[1].split("\n## ")[0]
 COUNTS = ("cases", "passed", "failed", "skipped")
-RECORDS = {path.stem: read_record(path) for path in sorted(RESULTS.glob("flash-attn-*tests.json"))}
+RECORDS = {
+    str(path.relative_to(RESULTS)): read_record(path)
+    for path in sorted(RESULTS.glob("*/flash-attn-*tests.json"))
+}
 ROWS = [row for record in RECORDS.values() for row in record.rows]
 
 
@@ -51,10 +54,12 @@ def test_cases_with_dropout_are_counted() -> None:
 @pytest.mark.parametrize("name", RECORDS)
 def test_where_it_ran_and_what_is_named(name) -> None:
     record = RECORDS[name]
-    assert f"{name}.json" in CHAPTER
+    machine, _, file = name.rpartition("/")
+    assert file in CHAPTER
+    assert f"benchmarks/results/{machine}" in CHAPTER
     for run in record.runs:
         assert re.fullmatch(r"[0-9a-f]{40}", run.revision)
-        assert run.environment["gpu"] == "NVIDIA H200"
+        assert run.environment["gpu"] == {"nvidia-h200": "NVIDIA H200", "cpu": None}[machine]
     for row in record.rows:
         # flash-attention's revision, as the page abbreviates it
         assert f"`{row['features']['tests'].split()[1][:7]}`" in CHAPTER
