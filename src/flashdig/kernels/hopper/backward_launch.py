@@ -28,14 +28,14 @@ BLOCK_N = 128
 PADDED_ROWS = 128
 # 16-bit elements in 16 bytes: strides are multiples of it
 UNIT = 8
-# width of the tiles -> (rows of a tile, buffers of Q and of dO, how early the next S^T is started,
-# how long causal columns may be, in tiles of rows, for blocks that walk several tiles of keys; 0: a
-# block walks one); a narrower head_dim or head_dim_v arrives padded with zeros
-TILES = {64: (128, 3, 1, 64), 128: (64, 3, 1, 8), 256: (64, 2, 0, 0)}
+# width of the tiles -> (rows of a tile, buffers of Q and of dO, whether the next S^T is started
+# early, longest causal column, in tiles of rows, up to which blocks walk several tiles of keys; 0:
+# a block walks one); a narrower head_dim or head_dim_v arrives padded with zeros
+TILES = {64: (128, 3, True, 64), 128: (64, 3, True, 8), 256: (64, 2, False, 0)}
 # the same where dQ is made apart
-DKDV_TILES = {64: (128, 3, 0, 64), 128: (64, 3, 1, 8), 256: (64, 2, 0, 0)}
+DKDV_TILES = {64: (128, 3, False, 64), 128: (64, 3, True, 8), 256: (64, 2, False, 0)}
 # with softcap or ALiBi 128 rows would spill
-SCALED_TILES = {**TILES, 64: (64, 3, 1, 64)}
+SCALED_TILES = {**TILES, 64: (64, 3, True, 64)}
 # width -> (keys of a tile, buffers of K, buffers of V) of dQ's own kernel
 DQ_TILES = {64: (128, 2, 2), 128: (128, 2, 2), 256: (32, 2, 2)}
 # widths of the kernel of `backward_wide`, whose tiles have 64 rows and 64 keys
@@ -198,7 +198,7 @@ def hopper_backward(
     delta: torch.Tensor | None = None,
     *,
     dq_apart: bool = False,
-    tiles: tuple[int, int, int, int] | None = None,
+    tiles: tuple[int, int, bool, int] | None = None,
     dq_tiles: tuple[int, int, int] | None = None,
 ) -> None:
     """Write the gradients of a call.
@@ -243,7 +243,7 @@ class Launches:
         dv: torch.Tensor | None,
         *,
         dq_apart: bool = False,
-        tiles: tuple[int, int, int, int] | None = None,
+        tiles: tuple[int, int, bool, int] | None = None,
         dq_tiles: tuple[int, int, int] | None = None,
     ) -> None:
         device = call.q.device
@@ -323,7 +323,7 @@ def _main(
     with_sums: bool,
     dk: torch.Tensor,
     dv: torch.Tensor,
-    tiles: tuple[int, int, int, int],
+    tiles: tuple[int, int, bool, int],
 ) -> Launch:
     block_m, stages, ahead, longest = tiles
     wide = call.width in WIDE

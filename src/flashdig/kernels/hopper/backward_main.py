@@ -182,12 +182,12 @@ def _walk(
         k = shared.k.index(none).slice(CONSUMER * KEYS, KEYS, 0)
         v = shared.v.index(none).slice(CONSUMER * KEYS, KEYS, 0)
 
-        if AHEAD == 0:
+        if not AHEAD:
             q_now = take(shared.queries, step).permute((1, 0))
             products_started = warpgroup_mma(k, q_now, zeros, use_acc=False, is_async=True)
         dout = take(shared.grads, step)
         dprobs_started = warpgroup_mma(v, dout.permute((1, 0)), zeros, use_acc=False, is_async=True)
-        if AHEAD == 0:
+        if not AHEAD:
             products = warpgroup_mma_wait(1, deps=(products_started,))
         lse = shared.lse.index(stage).load(row_layout)
         keys, rows = places(products, tile * BLOCK_M, start_n + CONSUMER * KEYS, True)
@@ -205,7 +205,7 @@ def _walk(
         ds_half = dscores.to(dtype)
         ds = gl.convert_layout(ds_half, operand)
 
-        if AHEAD == 2 or (AHEAD == 1 and not WITH_DQ):
+        if AHEAD and not WITH_DQ:
             q_next = take(shared.queries, gl.minimum(step + 1, last_step)).permute((1, 0))
             products_started = warpgroup_mma(k, q_next, zeros, use_acc=False, is_async=True)
         q = shared.queries.tiles.index(stage)
@@ -214,9 +214,9 @@ def _walk(
             exchange.slice(CONSUMER * KEYS, KEYS, 0).store(ds_half)
             fence_async_shared()
             consumers_meet()
-            dv, _ = warpgroup_mma_wait(1 if AHEAD == 2 else 0, deps=(dv_started, p))
+            dv, _ = warpgroup_mma_wait(0, deps=(dv_started, p))
             release(shared.grads, step)
-            if AHEAD == 1:
+            if AHEAD:
                 q_next = take(shared.queries, gl.minimum(step + 1, last_step)).permute((1, 0))
                 products_started = warpgroup_mma(k, q_next, zeros, use_acc=False, is_async=True)
             if BLOCK_M == 64:
@@ -227,7 +227,7 @@ def _walk(
                 k_columns = shared.k.index(none)
             dq_started = warpgroup_mma(ds_rows, k_columns, zeros_q, use_acc=False, is_async=True)
             dk_started = warpgroup_mma(ds, q, dk, is_async=True)
-            if AHEAD == 0:
+            if not AHEAD:
                 dq = warpgroup_mma_wait(1, deps=(dq_started,))
             else:
                 products, dq = warpgroup_mma_wait(1, deps=(products_started, dq_started))
@@ -235,7 +235,7 @@ def _walk(
             add_registers(dq_ptr + (2 * tile + CONSUMER) * half, dq)
         else:
             dk_started = warpgroup_mma(ds, q, dk, is_async=True)
-            if AHEAD == 0:
+            if not AHEAD:
                 dv, _ = warpgroup_mma_wait(1, deps=(dv_started, p))
             else:
                 dv, _, products = warpgroup_mma_wait(1, deps=(dv_started, p, products_started))
@@ -283,7 +283,7 @@ def _make_columns(
     of_sequence = of_sequence_and_head(problem, seqlen_q, seqlen_k, offset, problem.slope)
     first, full_first, full_end, end = row_tiles(of_sequence, start_n, BLOCK_M, BLOCK_N)
     mbarrier.wait(shared.kv_full, walks & 1)
-    if AHEAD > 0:
+    if AHEAD:
         k = shared.k.index(0).slice(CONSUMER * KEYS, KEYS, 0)
         q = take(shared.queries, done).permute((1, 0))
         products_started = warpgroup_mma(k, q, zeros, use_acc=False, is_async=True)
