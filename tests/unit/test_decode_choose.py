@@ -68,9 +68,10 @@ def test_odd_and_wide_heads_are_not_multiplied_by_warp_groups(head_dims) -> None
 
 def test_64_rows_are_one_warp_groups() -> None:
     for head_dim in (64, 128):
-        for cache_bytes in (1, 2):
-            tile = choose_decode_tile("sm_90", 2, cache_bytes, head_dim, head_dim, 4096, 4)
-            assert (tile.block_m, tile.block_n, tile.num_warps) == (64, 64, 4)
+        tile = choose_decode_tile("sm_90", 2, 2, head_dim, head_dim, 4096, 4)
+        assert (tile.block_m, tile.block_n, tile.num_warps) == (64, 64, 4)
+        # not a cache that is converted on its way
+        assert choose_decode_tile("sm_90", 2, 1, head_dim, head_dim, 4096, 4).block_m == 32
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ def choose_decode_tile(
     if arch not in SHARED_BYTES:
         raise ValueError(f"arch must be one of {', '.join(SHARED_BYTES)}, got {arch!r}")
     shared = SHARED_BYTES[arch] - 4096  # scratch of reductions, and what the driver keeps
-    block_m = block_rows(arch, element_bytes, head_dim, head_dim_v, rows, group_size,
+    block_m = block_rows(arch, element_bytes, cache_bytes, head_dim, head_dim_v, rows, group_size,
                          batch_invariant=batch_invariant)  # fmt: skip
     width = sum(split_dim(head_dim)) + block_of(head_dim_v)  # padded, as in shared memory
     row_bytes = width * cache_bytes
@@ -120,6 +120,7 @@ def choose_decode_tile(
 def block_rows(
     arch: str,
     element_bytes: int,
+    cache_bytes: int,
     head_dim: int,
     head_dim_v: int,
     rows: int,
@@ -129,14 +130,15 @@ def block_rows(
 ) -> int:
     """Rows of a tile: as few as hold a sequence's, 16 at least, up to what registers hold."""
     widest = max(head_dim, head_dim_v)
+    odd = bool(head_dim & (head_dim - 1) or head_dim_v & (head_dim_v - 1))
     most = 64
     if element_bytes == 4:
         most = 16 if widest > 128 else 32
     elif widest > 256 and SHARED_BYTES[arch] < 100 * 1024:
         most = 16
-    elif widest > 128 or head_dim & (head_dim - 1) or head_dim_v & (head_dim_v - 1):
+    elif widest > 128 or odd or cache_bytes != element_bytes:
         # 64 rows are multiplied by warp groups on Hopper: with two of them, which wide heads would
-        # need, Triton 3.6 lays out 128 rows, and results for head_dim 96 were wrong
+        # need, Triton 3.6 lays out 128 rows, and an fp8 cache of head_dim 96 gave wrong results
         most = 32
     if batch_invariant:
         rows = most if element_bytes < 4 else group_size

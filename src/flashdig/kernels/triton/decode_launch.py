@@ -127,7 +127,14 @@ def _tile(call: CacheCall, arch: str, batch_invariant: bool) -> DecodeTile:
     head_dims = (call.q.shape[-1], call.v.shape[-1])
     element_bytes = max(2, call.q.element_size())  # fp8 queries are read as float16
     sizes = (tokens * call.group_size, call.group_size)
-    block_m = block_rows(arch, element_bytes, *head_dims, *sizes, batch_invariant=batch_invariant)
+    block_m = block_rows(
+        arch,
+        element_bytes,
+        call.k.element_size(),
+        *head_dims,
+        *sizes,
+        batch_invariant=batch_invariant,
+    )
     tiles = call.slots(block_m) * call.num_heads_kv
     room = call.batch * call.capacity * call.num_heads_kv * sum(head_dims) * call.k.element_size()
     return choose_decode_tile(
