@@ -8,7 +8,7 @@ from here.
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 Alignment = Literal["bottom-right", "top-left"]
@@ -148,7 +148,8 @@ class AttentionProblem:
     head_dim: int
     head_dim_v: int
     dtype: str
-    mask: Mask = Mask()
+    # a factory: torch.compile cannot trace a default that is an object of ours (torch 2.11)
+    mask: Mask = field(default_factory=Mask)
     softcap: float = 0.0
     dropout: bool = False
     alibi: Literal["none", "heads", "batch_heads"] = "none"
