@@ -15,8 +15,8 @@ from flashdig.readers.kernel_names import decode
 PLAIN = AttentionProblem.dense(2, 4, 1024, 64, num_heads_kv=2)
 LONG = PLAIN.replace(seqlen_q=8192, seqlen_k=8192, mask=Mask(window_right=0))
 WANTED = [PLAIN, PLAIN.replace(head_dim=192, head_dim_v=192, packed=True), LONG]
-# three consumers have 160 registers a thread, which are enough for Triton 3.6 (timed on an H200) and
-# not for 3.9 (not timed); bytes of stores and loads
+# three consumers have 160 registers a thread: enough for Triton 3.6 (timed on an H200), not for 3.9
+# (not timed); bytes of stores and loads
 SPILLED = 0 if triton.__version__.startswith("3.6.") else 800
 INSTRUCTIONS = ("HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG", "SYNCS")
 
