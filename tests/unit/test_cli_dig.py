@@ -92,7 +92,7 @@ def qkv_name(path: str) -> str:
 
 
 def test_a_preset_is_cut_for_the_cpu() -> None:
-    done = dig("--preset", "archaeology", "--rungs", "naive,v2", "--json")
+    done = dig("--preset", "archaeology", "--rungs", "naive,inplace", "--json")
     assert done.returncode == 0, done.stderr
     printed = json.loads(done.stdout)
     assert any("Cut for the CPU" in note for note in printed["notes"])
