@@ -21,8 +21,6 @@ from flashdig.kernels.reference import (
     sequence_offsets,
 )
 from flashdig.ops.attention import LAUNCHERS, attention_op
-from flashdig.ops.kvcache import cache_op
-from flashdig.packing import Packing
 from flashdig.problem import Causal
 from flashdig.validate import Call
 
@@ -124,37 +122,6 @@ def operator_inputs(call: Call, backend: str) -> tuple[Any, ...]:
         call.problem.allow_tf32,
         call.out_dtype,
         backend,
-    )
-
-
-def _run_pages(call: Call, packing: Packing) -> Results:
-    """Packed queries over pages, in place: lengths and pages are not read back."""
-    left, right = call.problem.mask.sides
-    return cache_op(
-        q=call.q,
-        k_cache=call.k,
-        v_cache=call.v,
-        cache_seqlens=packing.seqused_k,
-        cu_seqlens_k=packing.cu_seqlens_k,
-        page_table=packing.page_table,
-        cu_seqlens_q=packing.cu_seqlens_q,
-        seqused_q=packing.seqused_q,
-        alibi_slopes=call.alibi_slopes,
-        sinks=call.sinks,
-        q_descale=call.q_descale,
-        k_descale=call.k_descale,
-        v_descale=call.v_descale,
-        softmax_scale=call.softmax_scale,
-        softcap=call.problem.softcap,
-        window_left=left,
-        window_right=right,
-        top_left=call.problem.mask.alignment == "top-left",
-        allow_tf32=call.problem.allow_tf32,
-        rotary_interleaved=True,
-        num_splits=0,
-        batch_invariant=False,
-        out_dtype=call.out_dtype,
-        backend="triton",
     )
 
 

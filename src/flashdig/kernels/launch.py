@@ -54,6 +54,14 @@ current_stream = cast(
 _FLAT_LAUNCHER = triton.__version__.startswith("3.6.")
 
 
+@functools.cache
+def multiprocessors(device: torch.device, elsewhere: int) -> int:
+    """Of a CUDA device; `elsewhere` in the interpreter and for tensors without memory."""
+    if device.type != "cuda":
+        return elsewhere
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
 def allocation(
     shape: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> Callable[[], torch.Tensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +18,7 @@ from flashdig.kernels.hopper.backward_pre_post import (
     flashdig_hopper_backward_preprocess,
 )
 from flashdig.kernels.hopper.backward_wide import flashdig_hopper_backward_wide
+from flashdig.kernels.hopper.chip import heads_together, multiprocessors
 from flashdig.kernels.hopper.descriptors import tiles_of
 from flashdig.kernels.launch import Launch, Tiles, allocation
 from flashdig.kernels.triton.arguments import LOG2_E, check_grid
@@ -40,8 +40,6 @@ SCALED_TILES = {**TILES, 64: (64, 3, True, 64)}
 DQ_TILES = {64: (128, 2, 2), 128: (128, 2, 2), 256: (32, 2, 2)}
 # widths of the kernel of `backward_wide`, whose tiles have 64 rows and 64 keys
 WIDE = (256,)
-# bytes of what one section's heads read and write that may share the L2 cache
-L2_BYTES = 32 * 2**20
 PREPROCESS_ROWS = 32
 
 
@@ -129,9 +127,8 @@ class Call:
 
     def together(self, heads: int, head_bytes: int) -> int:
         """Heads that are walked side by side: with a causal mask, those that L2 holds."""
-        if self.window_right < 0 or self.packed:
-            return 1
-        return max(1, min(heads, L2_BYTES // head_bytes))
+        causal = self.window_right >= 0
+        return heads_together(heads, head_bytes, causal=causal, packed=self.packed)
 
     @property
     def scaled(self) -> bool:
@@ -417,14 +414,6 @@ def _launch(
     names = [name for name in kernel.arg_names if name not in constants][-len(numbers) :]
     named = {**dict(zip(names, numbers, strict=True)), **constants}
     return Launch(kernel, programs, named, tiles, num_warps=num_warps)
-
-
-@functools.cache
-def multiprocessors(device: torch.device) -> int:
-    """Of a CUDA device; without one, those of an H200."""
-    if device.type != "cuda":
-        return 132
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _tiles(x: torch.Tensor, rows: int, width: int) -> Tiles:

@@ -34,14 +34,6 @@ def blocks_of(first, rest):
     return (first,) if rest is None else (first, rest)
 
 
-@gluon.constexpr_function
-def same_blocks(descs, others):
-    """Tiles of the one fit into those of the other."""
-    return [d.block_type.shape[-1] for d in others] == [
-        d.block_type.shape[-1] for d in descs[: len(others)]
-    ]
-
-
 @gluon.jit
 def _buffers(desc, COUNT: gl.constexpr, ROWS: gl.constexpr):
     COLUMNS: gl.constexpr = desc.block_type.shape[len(desc.block_type.shape) - 1]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 import triton
 
+from flashdig.kernels.hopper.chip import heads_together, multiprocessors
 from flashdig.kernels.hopper.counters import counter_for
 from flashdig.kernels.hopper.descriptors import fits_into, taken_by_tma, tiles_of
 from flashdig.kernels.hopper.forward import flashdig_hopper_forward
@@ -19,8 +19,6 @@ from flashdig.kernels.triton.no_keys import without_keys
 from flashdig.kernels.triton.slack import clearing
 
 ROWS = 64  # of a consumer warpgroup
-# bytes of K and V that may share the L2 cache between the rows of one causal section
-L2_BYTES = 32 * 2**20
 # heads that share keys go into one tile where that leaves less than so many tiles
 GROUPED_BELOW = 0.9
 
@@ -135,7 +133,7 @@ class _ForwardPlan:
         self._blocks = ("q_desc_rest" in tiles, "v_desc_rest" in tiles)
         self._launch = Launch(
             flashdig_hopper_forward,
-            min(check_grid(_tiles(call, tile, group)), _multiprocessors(device)),
+            min(check_grid(_tiles(call, tile, group)), multiprocessors(device)),
             _numbers(call, tile, group),
             tiles,
             num_warps=4,
@@ -206,13 +204,6 @@ def _rows(call: Call) -> int:
     return call.seqlen_q // call.batch if call.packed else call.seqlen_q
 
 
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 132  # of an H100 or H200, for a compilation without one
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
 def _tiles(call: Call, tile: Tile, group: int) -> int:
     """Tiles of queries, or slots for them; `group`: query heads of a tile."""
     block_m = ROWS * tile.consumers
@@ -267,11 +258,10 @@ def _keys_seen(call: Call) -> int:
 
 
 def _heads_together(call: Call, heads: int) -> int:
-    """Heads whose rows are walked together, so that their K and V stay in the L2 cache."""
-    if call.packed or call.window_right < 0:
-        return 1
+    """Heads whose rows are walked together: they share K and V."""
     head_bytes = call.seqlen_k * (call.head_dim + call.head_dim_v) * call.k.element_size()
-    return max(1, min(call.batch * heads, L2_BYTES // head_bytes))
+    causal = call.window_right >= 0
+    return heads_together(call.batch * heads, head_bytes, causal=causal, packed=call.packed)
 
 
 def _factors(call: Call) -> tuple[float, float]:

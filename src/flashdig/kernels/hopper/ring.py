@@ -4,7 +4,6 @@ from flashdig.kernels.gluon_api import (
     aggregate,
     gl,
     gluon,
-    load_tile,
     mbarrier,
     reinterpreted,
 )
@@ -56,15 +55,6 @@ def ring_of(tiles, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
 def as_block_of(tile, desc):
     """A (rows, columns) tile as the descriptor's (1, 1, rows, columns)."""
     return reinterpreted(tile, desc.dtype, desc.block_type.shape, desc.layout)
-
-
-@gluon.jit
-def put(ring, step, desc, batch, head, row):
-    """Producer: start copying tile number `step` of a walk, once its buffer is empty."""
-    full = wait_until_empty(ring, step)
-    mbarrier.expect(full, desc.block_type.nbytes)
-    tile = as_block_of(ring.tiles.index(step % ring.STAGES), desc)
-    load_tile(desc, [batch, head, row, 0], full, tile)
 
 
 @gluon.jit

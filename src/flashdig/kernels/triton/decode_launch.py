@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 import triton
 
+from flashdig.kernels.launch import multiprocessors
 from flashdig.kernels.triton.arguments import architecture_of, check_grid, row_contiguous
 from flashdig.kernels.triton.combine import flashdig_combine
 from flashdig.kernels.triton.decode import flashdig_decode
@@ -26,6 +26,9 @@ from flashdig.kernels.triton.decode_choose import (
     choose_splits,
 )
 from flashdig.kernels.triton.decode_ragged import flashdig_combine_ragged, flashdig_decode_ragged
+
+# multiprocessors in the interpreter, and for tensors without memory
+INTERPRETED = 4
 
 
 def cache_attention(
@@ -144,7 +147,7 @@ def _tile(call: CacheCall, arch: str, batch_invariant: bool) -> DecodeTile:
         *head_dims,
         *sizes,
         paged=call.page_table is not None,
-        crowded=tiles >= CROWD * _multiprocessors(call.q.device),
+        crowded=tiles >= CROWD * multiprocessors(call.q.device, INTERPRETED),
         long=room >= LONG_BYTES,
         batch_invariant=batch_invariant,
     )
@@ -158,7 +161,7 @@ def _splits(call: CacheCall, tile: DecodeTile, num_splits: int, batch_invariant:
     if num_splits > 0:
         splits = min(num_splits, key_tiles, MAX_SPLITS)
     else:
-        processors = _multiprocessors(call.q.device)
+        processors = multiprocessors(call.q.device, INTERPRETED)
         if tiles < CROWD * processors:  # programs that share one have room for two
             processors *= min(tile.resident, 2)
         splits = choose_splits(tiles, call.capacity, tile.block_n, processors)
@@ -234,7 +237,7 @@ def _launch_ragged(
     arguments = call.arguments(fp8_hardware=_fp8_hardware(call.q.device))
     block_dv = arguments["BLOCK_DV"]
     pairs = call.batch * call.num_heads_kv
-    wanted = PIECES * _multiprocessors(call.q.device) * tile.resident
+    wanted = PIECES * multiprocessors(call.q.device, INTERPRETED) * tile.resident
     programs = check_grid(max(pairs * splits, wanted + pairs))
     rows = programs * tile.block_m
     part = torch.empty((rows, block_dv), dtype=torch.float32, device=out.device)
@@ -285,10 +288,3 @@ def _contiguous(x: torch.Tensor | None) -> Any:
 def _fp8_hardware(device: torch.device) -> bool:
     """Whether the chip converts e4m3 itself."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 4  # the interpreter, and tensors without memory
-    return torch.cuda.get_device_properties(device).multi_processor_count
