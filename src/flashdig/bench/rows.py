@@ -17,7 +17,7 @@ class RecordError(ValueError):
 
 
 KINDS = ("speed", "rung", "step", "test")
-PASSES = ("forward", "backward", "decode", "host")
+PASSES = ("forward", "backward", "decode", "host", "training")
 CLOCKS = ("graph", "events", "host")
 L2_STATES = ("cold", "warm")
 
@@ -206,6 +206,16 @@ FIELDS: dict[str, Rule] = {
     "fwd_bwd_ms": DURATION,
     "fwd_bwd_tflops": AMOUNT,
     "paper_tflops": AMOUNT,
+    # of whole training steps
+    "model": OBJECT,
+    "losses": (
+        "a list of finite numbers",
+        lambda value: isinstance(value, list) and all(map(_is_number, value)),
+    ),
+    "tokens_per_s": AMOUNT,
+    "mfu": AMOUNT,
+    "mfu_causal_half": AMOUNT,
+    "attention_ms": OBJECT,
     "notes": TEXT,
 }
 
@@ -242,6 +252,9 @@ FROM_TIMING = (
     "share_of_gain",
     "fwd_bwd_ms",
     "fwd_bwd_tflops",
+    "tokens_per_s",
+    "mfu",
+    "mfu_causal_half",
 )
 
 

@@ -25,7 +25,7 @@ def command(
         str,
         typer.Argument(
             help="A suite's name (of benchmarks/suites) or its TOML file; or host: what a call "
-            "costs before the GPU starts."
+            "costs before the GPU starts; or training-step: whole steps of two GPTs."
         ),
     ],
     ours: Annotated[
@@ -36,7 +36,7 @@ def command(
         str | None,
         typer.Option(
             help="Comma-separated peers: sdpa_flash, sdpa_cudnn, sdpa_efficient, sdpa_math, flex, "
-            "fa3, fa4, or none; default the suite's."
+            "fa3, fa4, in training-step also unfused, or none; default the suite's."
         ),
     ] = None,
     against: Annotated[
@@ -80,6 +80,13 @@ def command(
         from flashdig.cli.bench_host import bench_host
 
         bench_host(peers, rounds, first_calls, output, as_json)
+        return
+    if suite == "training-step" and not first_calls:
+        if against is not None:
+            raise UsageError("--against is not for flashdig bench training-step")
+        from flashdig.cli.bench_training import bench_training
+
+        bench_training(ours, peers, cells, rounds, time_limit, output, as_json)
         return
     if first_calls:
         raise UsageError("--first-calls is for flashdig bench host")
