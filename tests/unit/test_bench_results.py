@@ -116,6 +116,15 @@ def test_rows_of_every_kind_come_back_equal(tmp_path) -> None:
     assert set(EXTRA) | set(SPEED) | set(TEST) | {"run_id", "name"} == set(FIELDS)
 
 
+def test_floats_of_rows_keep_eight_digits(tmp_path) -> None:
+    path = tmp_path / "dig.json"
+    row = {**SPEED, "ms": 1.23456789012, "features": {"list": [0.1 + 0.2, 7, 2**70]}}
+    written = append_run(path, "dig", run(), [row])
+    assert written.rows[0]["ms"] == 1.2345679
+    assert written.rows[0]["features"] == {"list": [0.3, 7, 2**70]}
+    assert read_record(path) == written
+
+
 TEXT = st.text(min_size=1, max_size=8)
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)

@@ -125,7 +125,8 @@ class Record:
             check_row(row, known, f"row {number}")
 
     def with_run(self, run: Run, rows: Sequence[Mapping[str, Any]]) -> Record:
-        """This record and one more run; rows get the run's id where they have none.
+        """This record and one more run; rows get the run's id where they have none, and keep 8
+        significant digits of a float: no clock here has more to say.
 
         Raises RecordError, naming the row and the field, for anything that the record cannot hold.
         """
@@ -135,7 +136,7 @@ class Record:
                 raise RecordError(f"new row {number} must be an object, got {row!r}")
             row_of_run = {"run_id": run.run_id, **row}
             check_row(row_of_run, {run.run_id}, f"new row {number}")
-            added.append(row_of_run)
+            added.append(_measured(row_of_run))
         return replace(self, runs=(*self.runs, run), rows=(*self.rows, *added))
 
     def rows_of(self, run_id: str) -> list[Row]:
@@ -181,6 +182,17 @@ class Record:
 
 def _run_fields(run: Run) -> dict[str, Any]:
     return {name: getattr(run, name) for name in RUN_KEYS}
+
+
+def _measured(value: Any) -> Any:
+    """A value with its floats cut to 8 significant digits."""
+    if isinstance(value, float):
+        return float(f"{value:.8g}")
+    if isinstance(value, dict):
+        return {name: _measured(entry) for name, entry in value.items()}
+    if isinstance(value, list):
+        return [_measured(entry) for entry in value]
+    return value
 
 
 def _line(value: object) -> str:
