@@ -6,6 +6,7 @@ no float32 copy of dQ is kept, and every gradient is the same bits in every run.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ import triton
 from flashdig.kernels.choose import Pass, TileConfig, choose_tile
 from flashdig.kernels.launch import Launch, allocation
 from flashdig.kernels.plans import Plan
+from flashdig.kernels.replay import Steps
 from flashdig.kernels.triton import backward_bias, backward_delta
 from flashdig.kernels.triton.arguments import (
     Call,
@@ -126,7 +128,10 @@ def plan_backward(
 
 
 class _BackwardPlan:
-    """The launches of one backward call: delta, then dQ, dK and dV, dBias as wanted."""
+    """The launches of one backward call: delta, then dQ, dK and dV, dBias as wanted. Plain ones can
+    be replayed, see `flashdig.kernels.replay`."""
+
+    counts = False
 
     def __init__(
         self,
@@ -139,10 +144,11 @@ class _BackwardPlan:
     ) -> None:
         device = call.q.device
         self._packed = call.packed
-        self._make_delta = allocation(call.lse_shape, torch.float32, device)
-        self._make_dq, self._make_dk, self._make_dv = (
-            allocation(x.shape, x.dtype, device) for x in (call.q, call.k, call.v)
+        self._make = tuple(
+            allocation(x.shape, x.dtype, device) if want else _nothing
+            for x, want in zip((call.q, call.k, call.v), wanted[:3], strict=True)
         )
+        self._make_delta = allocation(call.lse_shape, torch.float32, device)
         self._boolean = call.bias is not None and call.bias.dtype == torch.bool
         self._delta = _delta_launch(call, out, grad_out, grad_lse)
         self._dq = _dq_launch(call, grad_out, configs.get("dq")) if wanted[0] else None
@@ -159,47 +165,61 @@ class _BackwardPlan:
         if wanted[3] and bias is not None and bias.dtype != torch.bool:
             self._dbias = _dbias_launch(call, bias, grad_out)
         self._want_dsinks = wanted[4]
+        # where nothing but its launches writes gradients, and all three are wanted
+        self.makes: tuple[Callable[[], torch.Tensor], ...] = ()
+        plain = not (call.packed or self._dbias or self._want_dsinks)
+        if plain and all(wanted[:3]):
+            self.makes = (*self._make, self._make_delta)
 
-    def __call__(
-        self,
-        grad_out: torch.Tensor,
-        grad_lse: torch.Tensor | None,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        bias: torch.Tensor | None,
-        slopes: torch.Tensor | None,
-        sinks: torch.Tensor | None,
-        *others: torch.Tensor,
-    ) -> tuple[torch.Tensor | None, ...]:
-        *lengths, out, lse = others  # the dropout seed first
-        delta = self._make_delta()
-        self._delta(out, grad_out, grad_lse, delta)
-        read = (as_pointer(bias) if self._boolean else bias, slopes, sinks, *lengths)
-        known = (grad_out, lse, delta)
-        dq = dk = dv = dbias = dsinks = None
-        if self._dq is not None:
-            dq = self._cleared(self._make_dq())
-            self._dq(q, k, v, *known, dq, *read)
-        for launch, make_dk, make_dv in self._dkdv:
-            # what is not made is not written: its input stands in
-            if make_dk:
-                dk = self._cleared(self._make_dk())
-            if make_dv:
-                dv = self._cleared(self._make_dv())
-            launch(q, k, v, *known, dk if make_dk else k, dv if make_dv else v, *read)
+    def __call__(self, *tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        made = (*(self._cleared(make()) for make in self._make), self._make_delta())
+        for launch, arguments in self.launches(tensors, made):
+            launch(*arguments)
+        bias, sinks, lse = tensors[5], tensors[7], tensors[-1]
+        dq, dk, dv, delta = made
+        dbias = dsinks = None
         if self._dbias is not None and bias is not None:
             launch, shape = self._dbias
-            parts = torch.empty(shape, dtype=torch.float32, device=q.device)
-            launch(q, k, v, *known, parts, *read)
+            parts = torch.empty(shape, dtype=torch.float32, device=bias.device)
+            walked, read = self._read(tensors, delta)
+            launch(*walked, parts, *read)
             dbias = parts.sum(0).to(bias.dtype)
         if self._want_dsinks and sinks is not None:
             dsinks = _dsinks(sinks, lse, delta)
         return dq, dk, dv, dbias, dsinks
 
-    def _cleared(self, gradient: torch.Tensor) -> torch.Tensor:
+    def launches(
+        self, tensors: tuple[torch.Tensor | None, ...], made: Sequence[torch.Tensor | None]
+    ) -> Steps:
+        """Those that write dq, dk, dv and delta, which are `made`."""
+        grad_out, grad_lse, _, k, v = tensors[:5]
+        out = tensors[-2]
+        dq, dk, dv, delta = made
+        walked, read = self._read(tensors, delta)
+        steps: Steps = [(self._delta, (out, grad_out, grad_lse, delta))]
+        if self._dq is not None:
+            steps.append((self._dq, (*walked, dq, *read)))
+        for launch, make_dk, make_dv in self._dkdv:
+            # what is not made is not written: its input stands in
+            written = (dk if make_dk else k, dv if make_dv else v)
+            steps.append((launch, (*walked, *written, *read)))
+        return steps
+
+    def _read(
+        self, tensors: tuple[torch.Tensor | None, ...], delta: torch.Tensor | None
+    ) -> tuple[tuple[torch.Tensor | None, ...], tuple[torch.Tensor | None, ...]]:
+        """What every kernel but delta's reads, before what it writes and behind."""
+        grad_out, _, q, k, v, bias, slopes, sinks, *lengths, _, lse = tensors  # the seed first
+        bias = as_pointer(bias) if self._boolean else bias
+        return (q, k, v, grad_out, lse, delta), (bias, slopes, sinks, *lengths)
+
+    def _cleared(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """Of packed input some rows belong to no program."""
-        return gradient.zero_() if self._packed else gradient
+        return gradient.zero_() if self._packed and gradient is not None else gradient
+
+
+def _nothing() -> None:
+    return None
 
 
 def _delta_launch(

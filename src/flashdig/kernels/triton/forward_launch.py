@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from flashdig.kernels.choose import TileConfig, choose_tile
 from flashdig.kernels.launch import Launch, allocation
 from flashdig.kernels.plans import Plan
+from flashdig.kernels.replay import Steps
 from flashdig.kernels.triton.arguments import (
     Call,
     architecture_of,
@@ -93,7 +95,11 @@ def plan_forward(
 
 
 class _ForwardPlan:
-    __slots__ = ("_boolean", "_clear_slack", "_launch", "_make_lse", "_make_out")
+    """Can be replayed, see `flashdig.kernels.replay`."""
+
+    __slots__ = ("_boolean", "_clear_slack", "_launch", "makes")
+
+    counts = False
 
     def __init__(self, call: Call, dtype: torch.dtype, config: TileConfig | None) -> None:
         if config is None:
@@ -106,8 +112,10 @@ class _ForwardPlan:
                 call.bias is not None or call.dropout_p > 0.0,
             )
         device = call.q.device
-        self._make_out = allocation(call.out_shape, dtype, device)
-        self._make_lse = allocation(call.lse_shape, torch.float32, device)
+        self.makes = (
+            allocation(call.out_shape, dtype, device),
+            allocation(call.lse_shape, torch.float32, device),
+        )
         self._clear_slack = None
         if call.packed:  # slack rows belong to no program
             sizes = call.batch, call.seqlen_q, call.num_heads, call.head_dim_v
@@ -122,19 +130,22 @@ class _ForwardPlan:
             num_warps=config.num_warps,
         )
 
-    def __call__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        bias: torch.Tensor | None,
-        *others: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse = self._make_out(), self._make_lse()
+    def __call__(self, *tensors: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = (make() for make in self.makes)
+        for launch, arguments in self.launches(tensors, (out, lse)):
+            launch(*arguments)
+        return out, lse
+
+    def launches(
+        self, tensors: tuple[torch.Tensor | None, ...], made: Sequence[torch.Tensor]
+    ) -> Steps:
+        q, k, v, bias, *others = tensors
+        out, lse = made
+        steps: Steps = []
         if self._clear_slack is not None:
             cu_seqlens_q, _, seqused_q, _ = others[-4:]
-            self._clear_slack(out, lse, cu_seqlens_q, seqused_q)
+            steps.append((self._clear_slack, (out, lse, cu_seqlens_q, seqused_q)))
         if self._boolean:
             bias = as_pointer(bias)
-        self._launch(q, k, v, out, lse, bias, *others)
-        return out, lse
+        steps.append((self._launch, (q, k, v, out, lse, bias, *others)))
+        return steps
