@@ -15,19 +15,19 @@ from typing import Any
 import torch
 
 from flashdig.checks import FP8_DTYPES
-from flashdig.kernels.plans import ALIGNMENT, Kept, Plan, plan_key
-from flashdig.ops.attention import TENSORS, differentiable, planned_forward
-from flashdig.ops.eager import is_plain, same_as, unwatched
+from flashdig.kernels.plans import ALIGNMENT, Kept, Plan, plan_key, replay_of
+from flashdig.ops.attention import TENSORS, planned_forward
+from flashdig.ops.eager import Check, current_device, is_plain, same_as, unwatched
+from flashdig.ops.kept_gradients import differentiable, differentiable_dense
 from flashdig.packing import Packing, values_are_checked
 from flashdig.validate import tf32_allowed
 
 Key = tuple[Hashable, ...]
 
 _kept = Kept()
-# by options: what was called last, without other tensors and windows
-_last = Kept()
-_PLACES = 12  # of the alignment in a key
-_current_device = getattr(torch._C, "_cuda_getDevice", lambda: -1)
+RECENT = 4
+_PLACES, _OTHERS, _OPTIONS = 12, 13, 14  # in a key
+_ALONE = (None,) * (TENSORS - 3)  # what q, k and v come without
 _deterministic = torch._C._get_deterministic_algorithms
 _any_autocast = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 
@@ -37,12 +37,14 @@ class KeptCall:
 
     Attributes:
         plan: of the operator's tensors.
+        replay: of q, k and v alone; None where there are others, or the plan has none.
         tail: the operator's inputs behind its tensors.
         dropout: whether each call draws a seed.
-        same: whether q, k and v are as they were; None where that is not known fast.
+        return_lse: whether the lse is wanted; known of calls of q, k and v alone.
         device: index of the GPU; -1 elsewhere.
         deterministic, tf32: torch's settings; tf32 is None where products do not follow it.
-        backward: the plan of the gradients that were asked for last, see `ops.attention`.
+        backward: what the gradients were made with last, see `ops.kept_gradients`.
+        recent: by torch's modes: this call as `again` knows it.
     """
 
     __slots__ = (
@@ -51,7 +53,9 @@ class KeptCall:
         "device",
         "dropout",
         "plan",
-        "same",
+        "recent",
+        "replay",
+        "return_lse",
         "tail",
         "tf32",
     )
@@ -60,12 +64,15 @@ class KeptCall:
         self.plan = plan
         self.tail = inputs[TENSORS:]
         self.dropout = inputs[6] is not None
-        # fp8 that asks for a gradient is refused, which the key sees
-        self.same = None if inputs[0].dtype in FP8_DTYPES else same_as(*inputs[:3])
         self.device = inputs[0].get_device()
+        self.replay = None
+        if all(x is None for x in inputs[3:TENSORS]):
+            self.replay = replay_of(plan, self.device, range(3), TENSORS)
+        self.return_lse = True
         self.deterministic = _deterministic()
         self.tf32 = tf32_allowed() if inputs[0].dtype is torch.float32 else None
         self.backward: Any = None
+        self.recent: dict[Hashable, Recent] = {}
 
     def __call__(
         self,
@@ -91,23 +98,145 @@ class KeptCall:
             out, lse = self.plan(q, k, v, bias, alibi_slopes, sinks, seed, *lengths)
         return out, lse
 
-    def serves(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Any) -> bool:
-        """Whether a call with the same options and no other tensors is this one again. False where
-        only the key can say."""
-        return (
-            self.same is not None
-            and self.same(q, k, v)
-            and (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT == 0
+    def both(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        """out and lse of q, k and v alone, without gradients."""
+        if self.replay is not None:
+            return self.replay(q, k, v)
+        return self.plan(q, k, v, *_ALONE)
+
+    def alone(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        """What `flashdig.attention` returns of q, k and v alone, without gradients."""
+        if self.replay is not None and not self.return_lse:
+            return self.replay.first(q, k, v)
+        out, lse = self.both(q, k, v)
+        return (out, lse) if self.return_lse else out
+
+
+class Recent:
+    """A kept call of q, k and v alone as it was made last.
+
+    Attributes:
+        same: whether q, k and v are as they were.
+        wanted: whether one of them asks for a gradient.
+        The others are arguments of `flashdig.attention`, by name.
+    """
+
+    __slots__ = (
+        "backend",
+        "causal",
+        "deterministic",
+        "dropout_p",
+        "kept",
+        "out_dtype",
+        "return_lse",
+        "same",
+        "softcap",
+        "softmax_scale",
+        "wanted",
+    )
+
+    def __init__(self, kept: KeptCall, same: Check, wanted: bool, options: tuple[Any, ...]) -> None:
+        self.kept = kept
+        self.same = same
+        self.wanted = wanted
+        (
+            self.causal,
+            self.softmax_scale,
+            self.softcap,
+            self.dropout_p,
+            self.out_dtype,
+            self.deterministic,
+            self.return_lse,
+            self.backend,
+        ) = options
+
+
+class _Latest:
+    """What was called last, the newest first: a tuple, which other threads may be reading."""
+
+    calls: tuple[Recent, ...] = ()
+
+
+_latest = _Latest()
+
+
+def again(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: Any,
+    softmax_scale: Any,
+    softcap: Any,
+    dropout_p: Any,
+    out_dtype: Any,
+    deterministic: Any,
+    return_lse: Any,
+    backend: Any,
+) -> Any:
+    """What a call of `flashdig.attention` without other arguments returns, if it is one of those
+    that were made last; None if that is not known fast.
+
+    True equals 1, and not every option may be each of them: types are compared too.
+    """
+    for recent in _latest.calls:
+        if (
+            causal is recent.causal
+            and return_lse is recent.return_lse
             and (
-                _current_device() == self.device
-                if self.device >= 0
-                else _is_here(q.device, options)
+                softmax_scale is recent.softmax_scale or _equal(softmax_scale, recent.softmax_scale)
             )
-            and _deterministic() == self.deterministic
-            and (self.tf32 is None or tf32_allowed() == self.tf32)
-            and not _any_autocast()
-            and unwatched()
+            and (softcap is recent.softcap or _equal(softcap, recent.softcap))
+            and (dropout_p is recent.dropout_p or _equal(dropout_p, recent.dropout_p))
+            and out_dtype is recent.out_dtype
+            and deterministic is recent.deterministic
+            and (backend is recent.backend or _equal(backend, recent.backend))
+            and recent.same(q, k, v)
+        ):
+            break
+    else:
+        return None
+    kept = recent.kept
+    at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
+    if (
+        (at_q | at_k | at_v) % ALIGNMENT
+        or not (at_q and at_k and at_v)
+        or _deterministic() is not kept.deterministic
+        or not (
+            kept.device == current_device() if kept.device >= 0 else _is_here(q.device, (backend,))
         )
+        or (kept.tf32 is not None and tf32_allowed() != kept.tf32)
+        or not unwatched()
+        or (_any_autocast() and _casts(q, k, v))
+    ):
+        return None
+    if recent.wanted and torch.is_grad_enabled():
+        return differentiable_dense(kept, q, k, v)
+    return kept.alone(q, k, v)
+
+
+def _equal(option: Any, before: Any) -> bool:
+    """Whether an option that is another object has the type and the value that it had."""
+    return type(option) is type(before) and bool(option == before)
+
+
+def _remember(kept: KeptCall, key: Key, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Let `again` know a call that its key found."""
+    # dropout draws a seed; fp8 that asks for a gradient is refused, which the key sees
+    if kept.dropout or q.dtype in FP8_DTYPES or key[_PLACES] is not None:
+        return
+    wanted = (q.requires_grad, k.requires_grad, v.requires_grad)
+    modes = (_any_autocast(), torch.is_inference_mode_enabled(), q.is_inference(), wanted)
+    options: Any = key[_OPTIONS]
+    before = kept.recent.get(modes)
+    same = same_as(q, k, v) if before is None else before.same
+    if same is None:
+        return
+    # made anew: equal options may be other objects than they were
+    recent = Recent(kept, same, any(wanted), options[1:])
+    kept.return_lse = recent.return_lse
+    kept.recent[modes] = recent
+    others = [one for one in _latest.calls if one is not before]
+    _latest.calls = (recent, *others[: RECENT - 1])
 
 
 def find(key: Key | None) -> KeptCall | None:
@@ -131,24 +260,13 @@ def find_dense(
 ) -> tuple[KeptCall | None, Key | None]:
     """The kept call that a call of `flashdig.attention` is, or the key to keep it under; neither
     where it has to take the long way.
-
-    What was called last with these options is asked first: nothing is read from tensors that are
-    as they were then.
     """
     if torch.compiler.is_compiling():
         return None, None
-    plain = bias is None and alibi_slopes is None and sinks is None and options[0] is None
-    if plain:
-        try:
-            last: KeptCall | None = _last.get((options, tuple(map(type, options))))
-        except TypeError:  # an argument that no key can hold is none that is allowed
-            return None, None
-        if last is not None and last.serves(q, k, v, options):
-            return last, None
     key = dense_key(q, k, v, bias, alibi_slopes, sinks, *options)
     found = find(key)
-    if plain and found is not None and key is not None and key[_PLACES] is None:
-        _last.keep((options, tuple(map(type, options))), found)
+    if found is not None and key is not None and key[_OTHERS] is None and options[0] is None:
+        _remember(found, key, q, k, v)
     return found, key
 
 
@@ -166,7 +284,7 @@ def keep(key: Key, inputs: tuple[Any, ...]) -> None:
 def forget() -> None:
     """Drop every kept call."""
     _kept.clear()
-    _last.clear()
+    _latest.calls = ()
 
 
 def draw_seed(device: torch.device) -> torch.Tensor:
@@ -291,7 +409,7 @@ def _key(
 def _is_here(device: torch.device, options: tuple[Any, ...]) -> bool:
     """The current GPU, or the CPU where kernels are interpreted."""
     if device.type == "cuda":
-        return bool(device.index == _current_device())
+        return bool(device.index == current_device())
     return options[-1] == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
 
 

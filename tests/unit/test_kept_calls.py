@@ -412,7 +412,7 @@ def test_packed_calls_are_kept_and_their_lengths_are_not(counted, monkeypatch) -
 
 def test_another_current_device_takes_the_long_way(monkeypatch) -> None:
     for current in (0, 1):
-        monkeypatch.setattr(kept_calls, "_current_device", lambda current=current: current)
+        monkeypatch.setattr(kept_calls, "current_device", lambda current=current: current)
         for index in (0, 1):
             device = torch.device("cuda", index)
             assert kept_calls._is_here(device, ("auto",)) == (index == current)

@@ -75,6 +75,10 @@ def allocation(
     return functools.partial(_fast_empty, tuple(shape), tuple(strides), dtype)
 
 
+# a compiled kernel's launcher, all of its arguments
+Bound = tuple[Callable[..., None], tuple[Any, ...]]
+
+
 @dataclass(frozen=True)
 class Tiles:
     """What a TMA descriptor says beside the address of its tensor.
@@ -117,6 +121,7 @@ class Launch:
     __slots__ = (
         "_descriptors",
         "_device",
+        "_flat",
         "_kernel",
         "_lock",
         "_middle",
@@ -143,21 +148,31 @@ class Launch:
         self._tiles = {leading.index(name): tile for name, tile in (tiles or {}).items()}
         self._descriptors: _Descriptors | None = None
         self._run: Any = None
+        self._flat = False
         self._middle: tuple[Any, ...] = ()
         self._device = -1
         self._lock = threading.Lock()
 
     def __call__(self, *tensors: torch.Tensor | None) -> None:
-        run = self._run
-        if run is None or _hooked():
+        if self._run is None or hooked():
             self._slowly(tensors)
-            return
+        else:
+            self._run(*self._arguments(tensors))
+
+    def bound(self, tensors: tuple[torch.Tensor | None, ...]) -> Bound | None:
+        """What a call with these tensors on the current stream runs, without the tensors: the
+        addresses are in it. None before the first call, and for launchers that take objects."""
+        if self._run is None or not self._flat:
+            return None
+        return self._run, self._arguments(tensors)
+
+    def _arguments(self, tensors: tuple[torch.Tensor | None, ...]) -> tuple[Any, ...]:
         addresses: Sequence[Any]
         if self._descriptors is None:
             addresses = [None if x is None else x.data_ptr() for x in tensors]
         else:
             addresses = self._descriptors.arguments(tensors)
-        run(
+        return (
             self._programs,
             1,
             1,
@@ -175,7 +190,7 @@ class Launch:
             return
         key = self._key(tensors, first.get_device())
         kernel = _kernels.get(key)
-        if kernel is not None and not _hooked():
+        if kernel is not None and not hooked():
             self._bind(kernel, first.get_device())
             self(*tensors)
             return
@@ -213,6 +228,7 @@ class Launch:
         with self._lock:
             self._device = device
             flat = _flat(launcher)
+            self._flat = flat is not None
             if flat is None:
                 self._descriptors = None
                 if self._tiles:  # this release builds descriptors from objects of its own
@@ -317,7 +333,7 @@ _RUNTIME = knobs.runtime
 _ENTER, _EXIT = _RUNTIME.launch_enter_hook, _RUNTIME.launch_exit_hook
 
 
-def _hooked() -> bool:
+def hooked() -> bool:
     """Whether anybody listens to launches."""
     return (
         _RUNTIME.launch_enter_hook is not _ENTER

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
+
+if TYPE_CHECKING:
+    from flashdig.kernels.replay import Replay
 
 Plan = Callable[..., Any]
 
@@ -44,11 +47,24 @@ class Kept:
 
 _plans = Kept()
 _ABSENT = object()
+# of replays: (which, stream, addresses) -> what is run
+kept_arguments = Kept(2 * LIMIT)
 
 
 def forget() -> None:
-    """Drop every kept plan."""
+    """Drop every kept plan and the arguments of their launches."""
     _plans.clear()
+    kept_arguments.clear()
+
+
+def replay_of(plan: Any, device: int, places: Sequence[int], count: int) -> Replay | None:
+    """The launches of a plan as `flashdig.kernels.replay.Replay` runs them, None where the plan
+    cannot be replayed."""
+    if getattr(plan, "launches", None) is None or not plan.makes:
+        return None
+    from flashdig.kernels.replay import Replay  # needs Triton, as does a plan with launches
+
+    return Replay(plan, device, places, count)
 
 
 def is_aligned(x: torch.Tensor) -> bool:

@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 from torch.autograd import forward_ad
 
-from flashdig.kernels.plans import ALIGNMENT, Plan, plan_of
+from flashdig.kernels.plans import Plan, plan_of
 from flashdig.ops import batching, eager, flops
 
 TENSORS = 11  # q, k, v, bias, alibi_slopes, sinks, dropout_seed, cu_seqlens and seqused of q and k
@@ -113,7 +113,7 @@ def planned_backward(inputs: tuple[Any, ...]) -> Plan | None:
     return plan_of(make, ("backward", backend), tensors, (*settings, wanted, deterministic))
 
 
-def _backward_op(*inputs: Any) -> tuple[torch.Tensor, ...]:
+def backward_op(*inputs: Any) -> tuple[torch.Tensor, ...]:
     operator = torch.ops.flashdig.attention_backward.default
     call: Any = _AttentionBackwardFunction.apply if _under_transform() else operator
     return tuple(call(*inputs))
@@ -164,7 +164,7 @@ def _forward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return out, lse
 
 
-def _backward(*inputs: Any) -> list[torch.Tensor]:
+def run_backward(*inputs: Any) -> list[torch.Tensor]:
     tensors = inputs[: TENSORS + 4]
     plan = planned_backward(inputs)
     if plan is not None:
@@ -208,7 +208,7 @@ def _differentiate(
         return tuple(result)
     wanted = [ctx.needs_input_grad[position] for position in DIFFERENTIABLE]
     inputs = (grad_out, grad_lse, *ctx.saved_tensors, *ctx.settings, wanted, ctx.backend)
-    gradients = iter(_backward_op(*inputs))
+    gradients = iter(backward_op(*inputs))
     for position, want in zip(DIFFERENTIABLE, wanted, strict=True):
         if want:
             result[position] = next(gradients)
@@ -217,7 +217,7 @@ def _differentiate(
 
 def _forward_below_autograd(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
     with torch._C._AutoDispatchBelowAutograd():
-        if _nothing_below(inputs[:TENSORS]):
+        if nothing_below(inputs[:TENSORS]):
             return _forward(*inputs)
         out, lse = torch.ops.flashdig.attention_forward.default(*inputs)
     return out, lse
@@ -225,12 +225,12 @@ def _forward_below_autograd(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _backward_below_autograd(*inputs: Any) -> tuple[torch.Tensor, ...]:
     with torch._C._AutoDispatchBelowAutograd():
-        if _nothing_below(inputs[: TENSORS + 4]):
-            return tuple(_backward(*inputs))
+        if nothing_below(inputs[: TENSORS + 4]):
+            return tuple(run_backward(*inputs))
         return tuple(torch.ops.flashdig.attention_backward.default(*inputs))
 
 
-def _nothing_below(tensors: tuple[torch.Tensor | None, ...]) -> bool:
+def nothing_below(tensors: tuple[torch.Tensor | None, ...]) -> bool:
     """Whether the dispatcher would go from autograd straight to the implementation."""
     return eager.unwatched() and all(x is None or eager.is_plain(x) for x in tensors)
 
@@ -247,7 +247,7 @@ def _save_backend(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 _batched_forward = functools.partial(batching.forward, attention_op)
-_batched_backward = functools.partial(batching.backward, _backward_op)
+_batched_backward = functools.partial(batching.backward, backward_op)
 
 
 class _AttentionFunction(torch.autograd.Function):
@@ -292,100 +292,6 @@ class _PlainAttentionBackwardFunction(torch.autograd.Function):
     backward = staticmethod(_refuse_second)
 
 
-class _PlannedAttentionFunction(torch.autograd.Function):
-    """Past the dispatcher; a backward that somebody watches or differentiates goes through it."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        kept: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        bias: torch.Tensor | None,
-        sinks: torch.Tensor | None,
-        slopes: torch.Tensor | None,
-        rest: tuple[torch.Tensor | None, ...],
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        tensors = (q, k, v, bias, slopes, sinks, *rest)
-        output: tuple[torch.Tensor, torch.Tensor] = kept.plan(*tensors)
-        ctx.save_for_backward(*tensors, *output)
-        ctx.kept = kept
-        ctx.set_materialize_grads(False)
-        return output
-
-    @staticmethod
-    def backward(
-        ctx: Any, grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None
-    ) -> tuple[torch.Tensor | None, ...]:
-        if grad_out is None and grad_lse is None:
-            return (None,) * 8
-        wanted = ctx.needs_input_grad[1:6]
-        tensors = (grad_out, grad_lse, *ctx.saved_tensors)
-        found = iter(_past_dispatcher(ctx.kept, tensors, wanted))
-        return (None, *(next(found) if want else None for want in wanted), None, None)
-
-
-# (kept call, q, k, v, bias, sinks, alibi_slopes, the other tensors) -> out and lse, past the
-# dispatcher; a kept call has `plan`, `tail` (the operator's inputs behind its tensors) and
-# `backward`. Autograd's own `apply` would first look for wrappers of torch.func: there are none
-differentiable: Any = super(torch.autograd.Function, _PlannedAttentionFunction).apply
-
-
-class _KeptBackward:
-    """The plan of the gradients that a kept call's backward made last, and for which tensors."""
-
-    __slots__ = ("deterministic", "device", "plan", "same", "wanted")
-
-    def __init__(self, plan: Plan, present: list[torch.Tensor], wanted: tuple[bool, ...]) -> None:
-        self.plan = plan
-        self.wanted = wanted
-        self.same = eager.same_as(*present)
-        self.device = present[0].get_device()
-        self.deterministic = torch.are_deterministic_algorithms_enabled()
-
-    def serves(self, present: list[torch.Tensor], wanted: tuple[bool, ...]) -> bool:
-        return (
-            wanted == self.wanted
-            and self.same is not None
-            and self.same(*present)
-            and _are_aligned(present)
-            and (self.device < 0 or self.device == torch.cuda.current_device())
-            and self.deterministic == torch.are_deterministic_algorithms_enabled()
-            and eager.unwatched()
-        )
-
-
-def _are_aligned(tensors: list[torch.Tensor]) -> bool:
-    addresses = 0
-    for x in tensors:
-        addresses |= x.data_ptr()
-    return addresses % ALIGNMENT == 0
-
-
-def _past_dispatcher(
-    kept: Any, tensors: tuple[torch.Tensor | None, ...], wanted: tuple[bool, ...]
-) -> list[torch.Tensor]:
-    """The wanted gradients of a kept call, from the upstream gradients and what was saved."""
-    settings, backend = kept.tail[:-2], kept.tail[-1]
-    inputs = (*tensors, *settings, wanted, backend)
-    if torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return list(_backward_op(*inputs))
-    # which of them are there is the same at every call, but for the gradient of the lse
-    present = [x for x in tensors if x is not None]
-    plain = tensors[0] is not None and tensors[1] is None
-    last = kept.backward
-    if plain and last is not None and last.serves(present, wanted):
-        return [gradient for gradient in last.plan(*tensors) if gradient is not None]
-    if not _nothing_below(tensors):
-        return list(_backward_op(*inputs))
-    gradients = _backward(*inputs)
-    plan = planned_backward(inputs)
-    if plain and plan is not None and _are_aligned(present):
-        kept.backward = _KeptBackward(plan, present, wanted)
-    return gradients
-
-
 def _forward_with_autograd(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
     if not _differentiated(inputs[:TENSORS]):
         return _forward_below_autograd(*inputs)
@@ -419,7 +325,7 @@ def _register() -> None:
     _library.impl("attention_forward", _forward_with_autograd, "Autograd")
     _library.impl("attention_backward", _backward_with_autograd, "Autograd")
     _library.impl("attention_forward", _forward, "CompositeExplicitAutograd")
-    _library.impl("attention_backward", _backward, "CompositeExplicitAutograd")
+    _library.impl("attention_backward", run_backward, "CompositeExplicitAutograd")
     for name, fake, batched in (
         ("flashdig::attention_forward", _fake_forward, _batched_forward),
         ("flashdig::attention_backward", _fake_backward, _batched_backward),

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+# index of the current GPU
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
 _transforms = torch._C._are_functorch_transforms_active
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
@@ -69,9 +71,21 @@ def _same_as(tensors: tuple[torch.Tensor, ...]) -> Check:
 @functools.cache
 def _guards_are_known() -> bool:
     x, y, taller = (torch.empty(rows, 3, device="cpu") for rows in (2, 2, 3))
-    others = (taller, torch.empty(3, 2, device="cpu").t(), x.double(), x.to("meta"), None)
+    asking = torch.empty(2, 3, device="cpu", requires_grad=True)
+    others = (
+        taller,
+        torch.empty(3, 2, device="cpu").t(),
+        x.double(),
+        x.to("meta"),
+        asking,
+        None,
+    )
     try:
         check = _same_as((x, y))
-        return check(y, x) and not any(check(y, other) for other in others)
+        return (
+            check(y, x)
+            and not any(check(y, other) for other in others)
+            and not _same_as((asking, y))(x, y)
+        )
     except Exception:  # private to torch: whatever it raises, it is not the guard that is known
         return False

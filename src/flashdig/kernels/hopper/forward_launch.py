@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from flashdig.kernels.hopper.forward import flashdig_hopper_forward
 from flashdig.kernels.hopper.tiles import Tile, tile_of
 from flashdig.kernels.launch import Launch, allocation
 from flashdig.kernels.plans import Plan
+from flashdig.kernels.replay import Steps
 from flashdig.kernels.triton.arguments import LOG2_E, Call, check_grid, prepared
 from flashdig.kernels.triton.no_keys import without_keys
 from flashdig.kernels.triton.slack import clearing
@@ -107,7 +109,11 @@ def _scale_is_served(scale: float, softcap: float, alibi_slopes: torch.Tensor | 
 
 
 class _ForwardPlan:
-    __slots__ = ("_blocks", "_clear_slack", "_launch", "_make_lse", "_make_out")
+    """Can be replayed, see `flashdig.kernels.replay`."""
+
+    __slots__ = ("_blocks", "_clear_slack", "_launch", "makes")
+
+    counts = True
 
     def __init__(self, call: Call, config: Tile | None, grouped: bool | None) -> None:
         tile = config or _tile(call)
@@ -115,8 +121,10 @@ class _ForwardPlan:
             grouped = worth_grouping(call, tile)
         group = call.num_heads // call.num_heads_kv if grouped else 1
         dtype, device = call.q.dtype, call.q.device
-        self._make_out = allocation(call.out_shape, dtype, device)
-        self._make_lse = allocation(call.lse_shape, torch.float32, device)
+        self.makes = (
+            allocation(call.out_shape, dtype, device),
+            allocation(call.lse_shape, torch.float32, device),
+        )
         self._clear_slack = None
         if call.packed:  # slack rows belong to no program
             sizes = call.batch, call.seqlen_q, call.num_heads, call.head_dim_v
@@ -139,23 +147,23 @@ class _ForwardPlan:
             num_warps=4,
         )
 
-    def __call__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        bias: torch.Tensor | None,
-        alibi_slopes: torch.Tensor | None,
-        sinks: torch.Tensor | None,
-        dropout_seed: torch.Tensor | None,
-        *lengths: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse = self._make_out(), self._make_lse()
+    def __call__(self, *tensors: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = (make() for make in self.makes)
+        for launch, arguments in self.launches(tensors, (out, lse)):
+            launch(*arguments)
+        return out, lse
+
+    def launches(
+        self, tensors: tuple[torch.Tensor | None, ...], made: Sequence[torch.Tensor]
+    ) -> Steps:
+        q, k, v, _, alibi_slopes, sinks, _, *lengths = tensors
+        out, lse = made
+        steps: Steps = []
         if self._clear_slack is not None:
             cu_seqlens_q, _, seqused_q, _ = lengths
-            self._clear_slack(out, lse, cu_seqlens_q, seqused_q)
+            steps.append((self._clear_slack, (out, lse, cu_seqlens_q, seqused_q)))
         wide, wide_v = self._blocks
-        self._launch(
+        arguments = (
             q,
             q if wide else None,
             k,
@@ -168,9 +176,10 @@ class _ForwardPlan:
             alibi_slopes,
             sinks,
             *lengths,
-            counter_for(q.device),
+            counter_for(out.device),
         )
-        return out, lse
+        steps.append((self._launch, arguments))
+        return steps
 
 
 def worth_grouping(call: Call, tile: Tile) -> bool:
