@@ -109,14 +109,17 @@ class FakeNvml:
     def nvmlDeviceGetPowerUsage(self, handle):
         return self._value("nvmlDeviceGetPowerUsage", 412_500)
 
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle):
+        return self._value("nvmlDeviceGetTotalEnergyConsumption", 81_500)
+
     def nvmlSystemGetDriverVersion(self):
         return self._value("nvmlSystemGetDriverVersion", b"580.95.05")
 
 
-def test_sensors_read_megahertz_and_watts() -> None:
+def test_sensors_read_megahertz_watts_and_joules() -> None:
     sensors = open_sensors("GPU-1", FakeNvml())
     assert sensors.unavailable is None
-    assert sensors.clocks() == Clocks(1980.0, 412.5)
+    assert sensors.clocks() == Clocks(1980.0, 412.5, 81.5)
     assert sensors.driver() == "580.95.05"
 
 
@@ -124,7 +127,7 @@ def test_a_reading_that_the_gpu_does_not_support_is_unknown() -> None:
     sensors = open_sensors(
         "GPU-1", FakeNvml(("nvmlDeviceGetPowerUsage", "nvmlSystemGetDriverVersion"))
     )
-    assert sensors.clocks() == Clocks(1980.0, None)
+    assert sensors.clocks() == Clocks(1980.0, None, 81.5)
     assert sensors.driver() is None
 
 

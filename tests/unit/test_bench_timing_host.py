@@ -66,6 +66,7 @@ class FakePrepared:
     meter: FakeMeter
     name: str
     repetitions: int = 7
+    enqueued: int = 20
 
     def enqueue(self) -> None:
         self.meter.log.append(self.name)
@@ -77,7 +78,7 @@ class FakePrepared:
         return pair
 
 
-def rotated(meter: FakeMeter, rounds: int, calls=None, sample=None, progress=None):
+def rotated(meter: FakeMeter, rounds: int, calls=None, sample=None, progress=None, **options):
     calls = {name: (lambda n=name: n) for name in meter.plan} if calls is None else calls
     return rotate(
         calls,
@@ -85,6 +86,7 @@ def rotated(meter: FakeMeter, rounds: int, calls=None, sample=None, progress=Non
         rounds=rounds,
         sample=sample or (lambda: Clocks(None, None)),
         progress=progress or (lambda _: None),
+        **options,
     )
 
 
@@ -104,6 +106,19 @@ def test_a_timing_holds_medians_over_the_rounds_and_how_it_was_measured() -> Non
     assert timing.sm_clock_mhz == 1940
     assert timing.power_w == 500.0
     assert (timing.clock, timing.l2, timing.repetitions) == ("graph", "cold", 7)
+
+
+def test_a_steady_load_has_its_energy_of_all_enqueued_calls() -> None:
+    meter = FakeMeter({"a": [(2.0, 2.0), (2.0, 2.0), (2.0, 2.0)]})
+    joules = iter([100.0, 0.0, 120.0, 200.0, 0.0, 210.0, 300.0, 0.0, 340.0])
+    timing = rotated(
+        meter, 3, sample=lambda: Clocks(1500.0, 700.0, next(joules)), sustained_ms=0.1
+    )["a"]
+    assert timing.joules == 1.0
+    short = rotated(FakeMeter({"a": [(1.0, 1.0)]}), 1, sample=lambda: Clocks(1.0, 1.0, 5.0))
+    assert short["a"].joules is None
+    unknown = rotated(FakeMeter({"a": [(1.0, 1.0)]}), 1, sustained_ms=0.1)
+    assert unknown["a"].joules is None
 
 
 def test_without_sensors_clock_and_power_are_unknown() -> None:
@@ -269,6 +284,7 @@ def test_warm_measurements_follow_one_launch_ahead_without_a_pause() -> None:
     timed.enqueue()
     assert timed.read() == (2.0, 2.0)
     assert timed.repetitions == 6
+    assert timed.enqueued == 15
     assert "".join(gpu.log) == "c|cc|cc|."
 
 

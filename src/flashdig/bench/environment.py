@@ -32,7 +32,8 @@ PEER_FILES = {
 
 @dataclass(frozen=True)
 class Clocks:
-    """One reading of the sensors: SM clock in MHz, board power in W.
+    """One reading of the sensors: SM clock in MHz, board power in W, energy in J since the driver
+    was loaded.
 
     The power is what the driver reports, on recent GPUs an average over about a second, so a burst
     of milliseconds shows only in part.
@@ -40,6 +41,7 @@ class Clocks:
 
     sm_clock_mhz: float | None
     power_w: float | None
+    energy_j: float | None = None
 
 
 @dataclass(frozen=True)
@@ -65,9 +67,11 @@ class Sensors:
 
     def clocks(self) -> Clocks:
         milliwatts = self.read("nvmlDeviceGetPowerUsage")
+        millijoules = self.read("nvmlDeviceGetTotalEnergyConsumption")
         return Clocks(
             sm_clock_mhz=self.read("nvmlDeviceGetClockInfo", "NVML_CLOCK_SM"),
             power_w=None if milliwatts is None else milliwatts / 1e3,
+            energy_j=None if millijoules is None else millijoules / 1e3,
         )
 
     def driver(self) -> str | None:

@@ -34,10 +34,13 @@ WARM_UP_CALLS = 3
 
 class Prepared(Protocol):
     """A call that is ready to be measured: `enqueue` starts two measurements, `read` waits for them
-    and returns both in milliseconds a call. Sensors are read in between, while the GPU works."""
+    and returns both in milliseconds a call. Sensors are read in between, while the GPU works.
+    `enqueued` counts the calls of both and those that run ahead of them."""
 
     @property
     def repetitions(self) -> int: ...
+    @property
+    def enqueued(self) -> int: ...
     def enqueue(self) -> None: ...
     def read(self) -> tuple[float, float]: ...
 
@@ -110,6 +113,7 @@ class _HostTimed:
         self._meter = meter
         self._call = call
         self.repetitions = repetitions
+        self.enqueued = 2 * repetitions
         self._measured = (0.0, 0.0)
 
     def enqueue(self) -> None:
@@ -175,6 +179,7 @@ class EventTimed:
         flush: Call | None = None,
     ) -> None:
         self.repetitions = calls_per_launch * launches
+        self.enqueued = 2 * self.repetitions + (calls_per_launch if flush is None else 0)
         self._queue = queue
         self._launch = launch
         self._launches = launches

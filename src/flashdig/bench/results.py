@@ -305,6 +305,7 @@ def timing_fields(timing: Timing) -> Row:
         "aa_spread": timing.aa_spread,
         "sm_clock_mhz": timing.sm_clock_mhz,
         "power_w": timing.power_w,
+        "joules": timing.joules,
         "clock": timing.clock,
         "l2": timing.l2,
     }

@@ -292,6 +292,8 @@ def row_of(cell: Cell, found: Found, run_id: str, measure: Sequence[str]) -> Row
     if found.timing is not None:
         row |= timing_fields(found.timing)
         row["tflops"] = cell.flops(found.direction) / found.timing.ms / 1e9
+        if found.timing.joules:
+            row["tflop_per_joule"] = cell.flops(found.direction) / found.timing.joules / 1e12
         row["tensor_utilisation"] = _utilisation(row)
     elif found.untimed is not None:
         notes.append(f"no time: {found.untimed}")

@@ -13,7 +13,7 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 DEFAULT_ROUNDS = 12
 DEFAULT_TARGET_MS = 2.0
+# of measurements this long the energy is read too: the counter moves some ten times a second
+SUSTAINED_MS = 200.0
 CONFIDENCE = 0.95
 
 _rotations = itertools.count()
@@ -52,6 +54,8 @@ class Timing:
         aa_spread: median over the rounds of |a / b - 1| of the two measurements.
         sm_clock_mhz, power_w: medians of one reading a round, taken while the call ran; None
             without NVML.
+        joules: median energy of a call, everything on the board included; None for measurements
+            shorter than SUSTAINED_MS, and without NVML.
         clock, l2: how it was measured.
         repetitions: calls in one measurement.
         rotation: which call of `time_rotated` measured it; only timings of one can be paired.
@@ -66,6 +70,7 @@ class Timing:
     l2: L2
     repetitions: int
     rotation: int
+    joules: float | None = None
 
 
 @dataclass(frozen=True)
@@ -95,7 +100,9 @@ def time_rotated(
     Args:
         calls: name -> function without arguments; its result is dropped.
         rounds: each starts at the next call, so that none always runs first.
-        target_ms: length of one measurement; decides the repetitions.
+        target_ms: length of one measurement; decides the repetitions. From SUSTAINED_MS on the
+            GPU is as warm and as slow as under a steady load, the sensors are read in the middle of
+            the second measurement, and the energy before and after.
         clock: "graph" (CUDA graph replay, kernel time), "events" (CUDA events around eager calls)
             or "host" (perf_counter around eager calls, the device synchronised only outside).
         l2: "warm" or, for the two GPU clocks, "cold": the L2 cache is flushed before each call.
@@ -120,6 +127,7 @@ def time_rotated(
         rounds=rounds,
         sample=clocks_now if sample is None else sample,
         progress=(lambda _: None) if progress is None else progress,
+        sustained_ms=target_ms if target_ms >= SUSTAINED_MS else None,
     )
 
 
@@ -154,11 +162,19 @@ class _Samples:
     prepared: Prepared
     pairs: list[tuple[float, float]] = field(default_factory=list)
     clocks: list[Clocks] = field(default_factory=list)
+    joules: list[float] = field(default_factory=list)
 
-    def measure(self, sample: Callable[[], Clocks]) -> None:
+    def measure(self, sample: Callable[[], Clocks], sustained_ms: float | None) -> None:
+        before = None if sustained_ms is None else sample().energy_j
         self.prepared.enqueue()
+        if sustained_ms is not None:
+            # one measurement's length of calls ran ahead of the first
+            time.sleep(2.5 * sustained_ms / 1e3)
         self.clocks.append(sample())
         a, b = self.prepared.read()
+        after = None if before is None else sample().energy_j
+        if before is not None and after is not None:
+            self.joules.append((after - before) / self.prepared.enqueued)
         if min(a, b) <= 0:
             raise RuntimeError(f"the clock saw no time pass ({a} ms and {b} ms)")
         self.pairs.append((a, b))
@@ -175,10 +191,11 @@ class _Samples:
             l2=meter.l2,
             repetitions=self.prepared.repetitions,
             rotation=rotation,
+            joules=_median_of_known(self.joules),
         )
 
 
-def _median_of_known(values: Sequence[float | None]) -> float | None:
+def _median_of_known(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return statistics.median(known) if known else None
 
@@ -190,6 +207,7 @@ def rotate(
     rounds: int,
     sample: Callable[[], Clocks],
     progress: Callable[[str], None],
+    sustained_ms: float | None = None,
 ) -> dict[str, Timing | TimingFailure]:
     """The rounds of `time_rotated`, with any meter."""
     names = list(calls)
@@ -214,6 +232,10 @@ def rotate(
                 lost = f"not measured: the device was lost after {name!r}: {_first_line(error)}"
                 failures.setdefault(other, TimingFailure(lost))
 
+    def measure(name: str) -> None:
+        # looked up here, so that a failed call's memory is held by nothing else
+        running[name].measure(sample, sustained_ms)
+
     for name in names:
         if name not in failures:
             progress(f"preparing {name}")
@@ -225,7 +247,7 @@ def rotate(
         start = number % len(names)
         for name in names[start:] + names[:start]:
             if name in running:
-                attempt(name, f"round {number + 1}", partial(_measure, running, name, sample))
+                attempt(name, f"round {number + 1}", partial(measure, name))
     rotation = next(_rotations)
     return {
         name: running[name].timing(meter, rotation) if name in running else failures[name]
@@ -235,11 +257,6 @@ def rotate(
 
 def _prepare(running: dict[str, _Samples], name: str, call: Call, meter: Meter) -> None:
     running[name] = _Samples(meter.prepare(call))
-
-
-def _measure(running: dict[str, _Samples], name: str, sample: Callable[[], Clocks]) -> None:
-    # looked up here, so that a failed call's memory is held by nothing else
-    running[name].measure(sample)
 
 
 def _first_line(error: BaseException) -> str:

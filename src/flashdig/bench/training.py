@@ -7,6 +7,7 @@ makes them, and then each trains the same first steps from the same start: their
 
 from __future__ import annotations
 
+import math
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
@@ -124,20 +125,16 @@ def _first_steps(training: Training, entry: Entry, device: str) -> None:
 def judge_losses(entries: Sequence[Entry]) -> None:
     """Everyone's losses must be finite, and near the median over all who trained."""
     trained = running(entries)
-    if not trained:
-        return
-    medians = [
-        statistics.median(losses) for losses in zip(*(e.losses for e in trained), strict=True)
-    ]
-    for entry in trained:
-        for number, (loss, median) in enumerate(zip(entry.losses, medians, strict=True), start=1):
+    for number, losses in enumerate(zip(*(e.losses for e in trained), strict=True), start=1):
+        # a NaN sorts anywhere
+        median = statistics.median([loss for loss in losses if math.isfinite(loss)] or [math.nan])
+        for entry, loss in zip(trained, losses, strict=True):
             # written so that a NaN does not pass
-            if not abs(loss - median) <= LOSS_TOLERANCE * median:
+            if entry.verdict == "ok" and not abs(loss - median) <= LOSS_TOLERANCE * median:
                 entry.verdict = (
                     f"loss {loss:.4f} of step {number} differs from the median {median:.4f} by "
                     f"more than {LOSS_TOLERANCE:.2%}"
                 )
-                break
 
 
 class StepMeter:
@@ -159,6 +156,7 @@ class StepMeter:
 
 class _TimedSteps:
     repetitions = 1
+    enqueued = 2
 
     def __init__(self, call: Call) -> None:
         self._call = call
@@ -244,7 +242,7 @@ def row_of(cell: TrainingCell, entry: Entry, run_id: str) -> Row:
         "error": entry.error,
         "allowed_error": entry.allowed_error,
         "peak_bytes": entry.peak_bytes,
-        "losses": [round(loss, 4) for loss in entry.losses] or None,
+        "losses": [round(loss, 4) for loss in entry.losses if math.isfinite(loss)] or None,
         "model": {
             "layers": size.layers,
             "hidden": size.hidden,
@@ -264,6 +262,12 @@ def row_of(cell: TrainingCell, entry: Entry, run_id: str) -> Row:
         notes.append(f"no time: {entry.untimed}")
     if entry.attention_time is not None:
         row |= _traced_fields(entry.attention_time)
+        found = entry.attention_time.calls
+        if found != (size.layers, size.layers):
+            forward, backward = found
+            notes.append(
+                f"recorded: {forward} forward and {backward} backward calls of {size.layers} layers"
+            )
     elif entry.untraced is not None:
         notes.append(f"no attention time: {entry.untraced}")
     row["notes"] = "; ".join(notes) or None

@@ -37,6 +37,8 @@ def print_bench(rows: Sequence[Row], console: Console, against: str | None = Non
         with_memory = any("peak_bytes" in row for row in rows)
         if any("ms" in row for row in rows) or not with_memory:
             console.print(bench_table(of_pass, labels, console.width))
+        if any("tflop_per_joule" in row for row in rows):
+            console.print(energy_table(of_pass, labels, console.width))
         if with_memory:
             console.print(memory_table(of_pass, labels, console.width))
     for line in failure_lines(rows):
@@ -130,6 +132,16 @@ def bench_table(found: Sequence[Standing], labels: Sequence[str], width: int) ->
     return _table(columns, ["red" if is_behind else None for is_behind in behind], width)
 
 
+def energy_table(found: Sequence[Standing], labels: Sequence[str], width: int) -> Table:
+    """TFLOP a joule of one pass, and the clock that was held: ours and the peers'."""
+    peers = list(dict.fromkeys(name for one in found for name in one.peers))
+    columns = [Column("TFLOP/J (MHz)", labels, 0)]
+    columns.append(Column(_our_name(found), [_energy(one.ours) for one in found], 1))
+    for number, name in enumerate(peers):
+        columns.append(Column(name, [_energy(one.peers.get(name)) for one in found], 2 + number))
+    return _table(columns, [None] * len(found), width)
+
+
 def memory_table(found: Sequence[Standing], labels: Sequence[str], width: int) -> Table:
     """Peak memory of one pass, ours and the peers'."""
     peers = list(dict.fromkeys(name for one in found for name in one.peers))
@@ -209,6 +221,13 @@ def _tflops(row: Row | None) -> str:
 def _percent(row: Row | None) -> str:
     share = None if row is None else row.get("tensor_utilisation")
     return "-" if share is None else f"{100 * share:.1f} %"
+
+
+def _energy(row: Row | None) -> str:
+    if row is None or "tflop_per_joule" not in row:
+        return _verdict(row)
+    clock = row.get("sm_clock_mhz")
+    return f"{row['tflop_per_joule']:.3f}" + (f" ({clock:.0f})" if clock else "")
 
 
 def _memory(row: Row | None) -> str:
