@@ -57,6 +57,7 @@ def _short_way(inputs: CellInputs, plan: Any, arguments: tuple[Any, ...]) -> dic
     import torch
 
     from flashdig import kept_calls
+    from flashdig.kernels.plans import replay_of
     from flashdig.ops.attention import TENSORS, planned_backward
 
     q, k, v = inputs.q, inputs.k, inputs.v
@@ -78,8 +79,17 @@ def _short_way(inputs: CellInputs, plan: Any, arguments: tuple[Any, ...]) -> dic
         "out and lse allocated by torch.empty": allocate,
         "plan: allocation and launch": lambda: plan(*tensors),
     }
+    device = q.get_device()
+    replay = replay_of(plan, device, range(3), TENSORS)
+    if replay is not None:
+        parts["replay: out allocated, kept arguments"] = lambda: replay.first(q, k, v)
     if backward is not None:
         parts["plan of the backward: allocations and launches"] = lambda: backward(
             *backward_arguments[: TENSORS + 4]
         )
+        there = [n for n, x in enumerate(backward_arguments[: TENSORS + 4]) if x is not None]
+        again = replay_of(backward, device, there, TENSORS + 4)
+        if again is not None:
+            given_again = [backward_arguments[n] for n in there]
+            parts["replay of the backward"] = lambda: again(*given_again)
     return parts
