@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from flashdig.kernels.hopper.backward_wide import flashdig_hopper_backward_wide
 from flashdig.kernels.hopper.chip import heads_together, multiprocessors
 from flashdig.kernels.hopper.descriptors import tiles_of
 from flashdig.kernels.launch import Launch, Tiles, allocation
+from flashdig.kernels.replay import Steps
 from flashdig.kernels.triton.arguments import LOG2_E, check_grid
 
 BLOCK_N = 128
@@ -249,11 +250,12 @@ class Launches:
         if call.scaled:
             table = SCALED_TILES
         tiles = tiles or table[call.width]
-        self._make_statistics = allocation(call.padded_shape, torch.float32, device)
-        self._make_sums = None
+        make_statistics = allocation(call.padded_shape, torch.float32, device)
+        # log-sum-exp in units of log2, and delta, padded; sums of dQ, which start as zeros
+        self.makes: tuple[Callable[[], torch.Tensor], ...] = (make_statistics, make_statistics)
         if with_sums:
             shape = (*call.padded_shape, call.width)
-            self._make_sums = allocation(shape, torch.float32, device)
+            self.makes += (allocation(shape, torch.float32, device),)
         self._preprocess = _preprocess(call)
         self._main = self._dq = self._postprocess = None
         if dk is not None and dv is not None:
@@ -263,35 +265,41 @@ class Launches:
         elif dq is not None:
             self._dq = _dq(call, dq, dq_tiles or DQ_TILES[call.width])
 
-    def __call__(
+    def __call__(self, *tensors: Any) -> None:
+        for launch, arguments in self.steps([make() for make in self.makes], *tensors):
+            launch(*arguments)
+
+    def steps(
         self,
-        grad_out: torch.Tensor,
+        made: Sequence[torch.Tensor],
+        grad_out: torch.Tensor | None,
         grad_lse: torch.Tensor | None,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        q: torch.Tensor | None,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
         alibi_slopes: torch.Tensor | None,
         lengths: Sequence[torch.Tensor | None],
-        out: torch.Tensor,
-        lse: torch.Tensor,
+        out: torch.Tensor | None,
+        lse: torch.Tensor | None,
         dq: torch.Tensor | None,
         dk: torch.Tensor | None,
         dv: torch.Tensor | None,
         delta: torch.Tensor | None = None,
-    ) -> None:
-        # log-sum-exp in units of log2, and delta, padded; sums are zeroed before they are added to
-        lse_log2, delta_padded = self._make_statistics(), self._make_statistics()
-        sums = None if self._make_sums is None else self._make_sums()
-        self._preprocess(
-            out, grad_out, lse, grad_lse, lse_log2, delta_padded, delta, sums, *lengths
-        )
+    ) -> Steps:
+        """Each launch with its tensors; `made` by `makes`."""
+        lse_log2, delta_padded, *rest = made
+        sums = rest[0] if rest else None
         read = (lse_log2, delta_padded)
+        before = (out, grad_out, lse, grad_lse, *read, delta, sums, *lengths)
+        steps: Steps = [(self._preprocess, before)]
         if self._main is not None:
-            self._main(q, grad_out, k, v, dk, dv, *read, sums, alibi_slopes, *lengths)
+            walked = (q, grad_out, k, v, dk, dv, *read, sums, alibi_slopes, *lengths)
+            steps.append((self._main, walked))
         if self._dq is not None:
-            self._dq(q, grad_out, k, v, dq, *read, alibi_slopes, *lengths)
+            steps.append((self._dq, (q, grad_out, k, v, dq, *read, alibi_slopes, *lengths)))
         if self._postprocess is not None:
-            self._postprocess(sums, dq, *lengths)
+            steps.append((self._postprocess, (sums, dq, *lengths)))
+        return steps
 
 
 def _preprocess(call: Call) -> Launch:

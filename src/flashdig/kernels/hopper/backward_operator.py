@@ -7,6 +7,7 @@ kernels.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from flashdig.kernels.hopper.backward_launch import TILES, Call, Launches, hoppe
 from flashdig.kernels.hopper.descriptors import taken_by_tma
 from flashdig.kernels.launch import allocation
 from flashdig.kernels.plans import Plan
+from flashdig.kernels.replay import Steps
 from flashdig.kernels.triton import backward as portable
 from flashdig.kernels.triton.arguments import prepared
 
@@ -225,7 +227,10 @@ def plan_backward(
 
 
 class _BackwardPlan:
-    """Allocates the gradients of one kind of call and launches what writes them."""
+    """Allocates the gradients of one kind of call and launches what writes them. Plain calls can be
+    replayed, see `flashdig.kernels.replay`."""
+
+    counts = False
 
     def __init__(self, call: Call, wanted: Wanted, *, dq_apart: bool) -> None:
         self._wanted = wanted
@@ -240,6 +245,9 @@ class _BackwardPlan:
             for x, make in zip((call.q, call.k, call.v), made, strict=True)
         ]
         self._launches = Launches(call, *shapes, dq_apart=dq_apart)
+        self.makes: tuple[Callable[[], Any], ...] = ()
+        if all(wanted[:3]) and not wanted[4] and not call.packed:
+            self.makes = (*self._make, *self._launches.makes)
 
     def __call__(
         self,
@@ -270,6 +278,15 @@ class _BackwardPlan:
         _, want_k, want_v, _, _ = self._wanted
         dsinks = None if delta is None else portable._dsinks(sinks, lse, delta)
         return dq, dk if want_k else None, dv if want_v else None, None, dsinks
+
+    def launches(
+        self, tensors: tuple[torch.Tensor | None, ...], made: Sequence[torch.Tensor]
+    ) -> Steps:
+        grad_out, grad_lse, q, k, v, _, alibi_slopes, _, _, *lengths, out, lse = tensors
+        gradients, buffers = made[:3], made[3:]
+        return self._launches.steps(
+            buffers, grad_out, grad_lse, q, k, v, alibi_slopes, lengths, out, lse, *gradients
+        )
 
 
 def _nothing() -> None:
