@@ -2,6 +2,7 @@
 
 import gzip
 import io
+import lzma
 import sys
 from pathlib import Path
 
@@ -40,6 +41,9 @@ def test_plain_text(tmp_path: Path) -> None:
         ("zero_padding.gz", gzip.compress(PLAIN) + b"\x00" * 512),
         ("gzip_named_json.json", gzip.compress(PLAIN)),
         ("plain_named_gzip.json.gz", PLAIN),
+        ("xz.json.xz", lzma.compress(PLAIN)),
+        ("two_streams.json.xz", lzma.compress(PLAIN[:900]) + lzma.compress(PLAIN[900:])),
+        ("xz_padding.xz", lzma.compress(PLAIN) + b"\x00" * 512),
         ("byte_order_mark.json", b"\xef\xbb\xbf" + PLAIN),
         ("utf16.json", PLAIN.decode().encode("utf-16")),
         ("utf16_no_mark.json", PLAIN.decode().encode("utf-16-le")),
@@ -55,6 +59,41 @@ def test_hundreds_of_members_of_one_byte(tmp_path: Path) -> None:
     path = tmp_path / "t.gz"
     path.write_bytes(b"".join(gzip.compress(PLAIN[i : i + 7]) for i in range(0, len(PLAIN), 7)))
     assert numbers(str(path)) == EXPECTED
+
+
+def test_hundreds_of_streams_of_a_few_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "t.xz"
+    path.write_bytes(b"".join(lzma.compress(PLAIN[i : i + 7]) for i in range(0, len(PLAIN), 7)))
+    assert numbers(str(path)) == EXPECTED
+
+
+@pytest.mark.parametrize("size", [13, 64, 1000])
+@pytest.mark.parametrize("compress", [gzip.compress, lzma.compress])
+def test_compressed_pieces_of_every_size_give_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, compress
+) -> None:
+    path = tmp_path / "t"
+    path.write_bytes(compress(PLAIN[:900]) + compress(PLAIN[900:]))
+    monkeypatch.setattr(open_file, "CHUNK_BYTES", size)
+    assert numbers(str(path)) == EXPECTED
+
+
+def test_damaged_cut_and_expanding_xz(tmp_path: Path) -> None:
+    path = tmp_path / "t.json.xz"
+    whole = lzma.compress(text(kernel(f"k{i * 7919 % 1013}", i, 1) for i in range(20000)))
+    path.write_bytes(whole[:2000] + b"damage" + whole[2006:])
+    with pytest.raises(UnreadableFileError, match=r"compressed data is damaged near byte"):
+        read_kineto(str(path))
+    path.write_bytes(whole + b"tail")
+    with pytest.raises(UnreadableFileError, match=r"follows a complete xz member"):
+        read_kineto(str(path))
+    path.write_bytes(whole[: len(whole) * 9 // 10])
+    trace = read_kineto(str(path))
+    assert trace.incomplete
+    assert 100 < len(trace.kernels) < 20000
+    path.write_bytes(lzma.compress(b" " * (64 << 20)))
+    with pytest.raises(UnreadableFileError, match=r"expands more than 1000:1"):
+        read_kineto(str(path))
 
 
 def test_pieces_of_every_size_give_the_same(

@@ -5,7 +5,7 @@
 UPDATE_GOLDEN=1 writes the expected texts anew.
 """
 
-import gzip
+import lzma
 import io
 import json
 import os
@@ -31,7 +31,7 @@ from tests.trace_files import DATA
 MODELS = DATA / "models"
 GOLDEN = Path(__file__).parent.parent / "golden" / "traces"
 MANIFEST = json.loads((MODELS / "manifest.json").read_text())
-NAMES = sorted(path.name.removesuffix(".json.gz") for path in MODELS.glob("*.json.gz"))
+NAMES = sorted(path.name.removesuffix(".json.xz") for path in MODELS.glob("*.json.xz"))
 
 # kernels, copies and memsets; kernels and copies inside of attention calls
 COUNTS = {
@@ -67,7 +67,7 @@ BACKENDS = {
 
 @cache
 def loaded(name: str) -> tuple[Trace, TraceSummary]:
-    trace = read_kineto(str(MODELS / f"{name}.json.gz"))
+    trace = read_kineto(str(MODELS / f"{name}.json.xz"))
     return trace, summarize(trace)
 
 
@@ -122,7 +122,7 @@ def test_every_backward_has_a_forward_of_its_own(name: str) -> None:
 @each_model
 def test_counts(name: str) -> None:
     trace, summary = loaded(name)
-    with gzip.open(MODELS / f"{name}.json.gz") as file:
+    with lzma.open(MODELS / f"{name}.json.xz") as file:
         recorded = Counter(event.get("cat") for event in json.load(file)["traceEvents"])
     assert summary.kernel_count == recorded["kernel"]
     assert summary.copies == recorded["gpu_memcpy"] + recorded["gpu_memset"]

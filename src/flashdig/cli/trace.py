@@ -28,7 +28,7 @@ def command(
     files: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Traces of one run: Chrome/Kineto JSON (plain or gzip), Nsight Systems SQLite "
+            help="Traces of one run: Chrome/Kineto JSON (plain, gzip, xz), Nsight Systems SQLite "
             "exports, directories of them, or - for standard input; or Nsight Compute's counters: "
             "CSV (raw or details page) or .ncu-rep. With --run or --ncu: the "
             "script's own arguments (after -- if they start with a dash).",
@@ -64,7 +64,7 @@ def command(
     allow_large: Annotated[
         bool,
         typer.Option(
-            "--allow-large", help="Read gzip members that expand over 1000:1 or over 8 GiB too."
+            "--allow-large", help="Read compressed members that expand over 1000:1 or over 8 GiB too."
         ),
     ] = False,
 ) -> None:
@@ -104,7 +104,7 @@ def command(
 
 def holds_counters(name: str) -> bool:
     """By its name: the CSV pages and reports of Nsight Compute."""
-    plain = name.lower().removesuffix(".gz")
+    plain = name.lower().removesuffix(".gz").removesuffix(".xz")
     return plain.endswith((".csv", ".ncu-rep", ".ncu-repz"))
 
 

@@ -11,7 +11,7 @@ from flashdig.readers.nsys import read_nsys
 from flashdig.readers.open_file import UnreadableFileError, is_sqlite
 from flashdig.readers.trace import read_kineto
 
-_TRACE_SUFFIXES = (".json", ".json.gz", ".sqlite")
+_TRACE_SUFFIXES = (".json", ".json.gz", ".json.xz", ".sqlite")
 _RANK_IN_NAME = re.compile(r"rank[-_ ]?(\d{1,6})(?!\d)", re.IGNORECASE)
 
 
@@ -24,9 +24,9 @@ def read_traces(
     """Read recordings of one run, one or more ranks, in order of rank.
 
     Args:
-        paths: trace files (Chrome/Kineto, plain or gzip; Nsight Systems SQLite exports),
+        paths: trace files (Chrome/Kineto, plain, gzip or xz; Nsight Systems SQLite exports),
             directories of such files, or "-" for standard input.
-        allow_large: also read gzip members beyond the safety limits.
+        allow_large: also read compressed members beyond the safety limits.
         progress: called with the file name and the number of its bytes read so far.
 
     A rank is what the file says, else what its name says ("rank3"), else the lowest free number;

@@ -30,7 +30,7 @@ def read_ncu(path: str) -> list[NcuKernel]:
     """The profiled kernels of a file, in the order they ran.
 
     Args:
-        path: a CSV of the raw or the details page, plain or gzip, "-" for standard input, or a
+        path: a CSV of the raw or the details page, plain, gzip or xz, "-" for standard input, or a
             report (`.ncu-rep`).
 
     Raises UnreadableFileError, with file and line, for anything else.

@@ -1,4 +1,5 @@
-"""Bytes of a recording, whatever it is wrapped in: plain or gzip (several members), file or stdin.
+"""Bytes of a recording, whatever it is wrapped in: plain, gzip or xz (of several members), file or
+standard input.
 
 What a file is, its first bytes say, never its suffix. Decompression happens in pieces, so memory
 stays bounded whatever a file expands to.
@@ -6,25 +7,27 @@ stays bounded whatever a file expands to.
 
 from __future__ import annotations
 
+import lzma
 import sys
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
 CHUNK_BYTES = 1 << 20
 MAX_EXPANSION = 1000
 MAX_MEMBER_BYTES = 8 << 30
+# of xz's window; its own highest setting takes 65 MiB
+MAX_XZ_MEMORY_BYTES = 1 << 30
 # A member smaller than this does no harm, however well it compressed.
 _HARMLESS_BYTES = 1 << 20
 
-_GZIP_MAGIC = b"\x1f\x8b"
 _SQLITE_MAGIC = b"SQLite format 3\x00"
 _FOREIGN_MAGIC = {
     b"PK\x03\x04": "a zip archive: unpack it first",
     b"\x28\xb5\x2f\xfd": "compressed with zstandard: unpack it first (zstd -d)",
     b"BZh": "compressed with bzip2: unpack it first (bunzip2)",
-    b"\xfd7zXZ\x00": "compressed with xz: unpack it first (unxz)",
     b"NVR\x00": "an Nsight Compute report: read it with the Nsight Compute reader",
     b"\x80\x02": "a Python pickle, not a trace: export one with export_chrome_trace",
     b"\x80\x04": "a Python pickle, not a trace: export one with export_chrome_trace",
@@ -35,6 +38,55 @@ _FOREIGN_SUFFIX = {
     ".qdrep": "an Nsight Systems report: export it first (nsys export --type sqlite FILE)",
     ".ncu-rep": "an Nsight Compute report, which holds counters and no timeline",
 }
+
+
+class _Member(Protocol):
+    """One compressed member being unpacked, as `lzma.LZMADecompressor` does it."""
+
+    @property
+    def eof(self) -> bool: ...
+    @property
+    def needs_input(self) -> bool: ...
+    @property
+    def unused_data(self) -> bytes: ...
+    def decompress(self, data: bytes, max_length: int = ..., /) -> bytes: ...
+
+
+class _GzipMember:
+    def __init__(self) -> None:
+        self._member = zlib.decompressobj(wbits=31)
+
+    @property
+    def eof(self) -> bool:
+        return self._member.eof
+
+    @property
+    def needs_input(self) -> bool:
+        return not self._member.unconsumed_tail
+
+    @property
+    def unused_data(self) -> bytes:
+        return self._member.unused_data
+
+    def decompress(self, data: bytes, max_length: int = 0, /) -> bytes:
+        return self._member.decompress(self._member.unconsumed_tail + data, max_length)
+
+
+@dataclass(frozen=True)
+class _Compression:
+    name: str
+    magic: bytes
+    member: Callable[[], _Member]
+
+
+_COMPRESSIONS = (
+    _Compression("gzip", b"\x1f\x8b", _GzipMember),
+    _Compression(
+        "xz",
+        b"\xfd7zXZ\x00",
+        lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=MAX_XZ_MEMORY_BYTES),
+    ),
+)
 
 
 class UnreadableFileError(ValueError):
@@ -54,12 +106,12 @@ class ByteReader:
 
     Args:
         path: file name, or "-".
-        allow_large: also read gzip members that expand more than 1000:1 or to more than 8 GiB.
+        allow_large: also read compressed members that expand more than 1000:1 or to more than 8 GiB.
         progress: called with the number of (compressed) bytes read so far.
 
     Attributes:
-        truncated: set when a gzip member ends early; what came before it was delivered.
-        is_gzip: set once the first bytes are known.
+        truncated: set when a compressed member ends early; what came before it was delivered.
+        is_compressed: set once the first bytes are known.
 
     Raises UnreadableFileError while iterating.
     """
@@ -75,7 +127,7 @@ class ByteReader:
         self.name = "standard input" if path == "-" else path
         self.allow_large = allow_large
         self.truncated = False
-        self.is_gzip = False
+        self.is_compressed = False
         self._progress = progress
 
     def __iter__(self) -> Iterator[bytes]:
@@ -89,10 +141,11 @@ class ByteReader:
         raw = self._raw(file)
         first = next(raw, b"")
         self._refuse_foreign(first)
-        if first.startswith(_GZIP_MAGIC):
-            self.is_gzip = True
-            yield from self._gunzip(first, raw)
-            return
+        for kind in _COMPRESSIONS:
+            if first.startswith(kind.magic):
+                self.is_compressed = True
+                yield from self._unpack(kind, first, raw)
+                return
         if first:
             yield first
         yield from raw
@@ -123,70 +176,74 @@ class ByteReader:
             if first.startswith(magic):
                 raise UnreadableFileError(f"{self.name}: this is {what}")
 
-    def _gunzip(self, data: bytes, raw: Iterator[bytes]) -> Iterator[bytes]:
+    def _unpack(self, kind: _Compression, data: bytes, raw: Iterator[bytes]) -> Iterator[bytes]:
         """Members one after the other; zero padding between or behind them is legal."""
         read_before = 0  # compressed bytes of earlier pieces
         while True:
-            data, skipped = _without_padding(data, raw)
+            data, skipped = _without_padding(data, raw, len(kind.magic))
             read_before += skipped
             if not data:
                 return
-            if not _GZIP_MAGIC.startswith(data[:2]):
+            if not kind.magic.startswith(data[: len(kind.magic)]):
                 raise UnreadableFileError(
-                    f"{self.name}: byte {read_before} follows a complete gzip member but starts no "
-                    "other one; the file is damaged, or not all of it is gzip"
+                    f"{self.name}: byte {read_before} follows a complete {kind.name} member but "
+                    f"starts no other one; the file is damaged, or not all of it is {kind.name}"
                 )
-            member = zlib.decompressobj(wbits=31)
+            member = kind.member()
             taken = produced = 0
             while not member.eof:
+                taken += len(data)
                 try:
                     text = member.decompress(data, CHUNK_BYTES)
-                except zlib.error as error:
+                except (zlib.error, lzma.LZMAError) as error:
                     raise UnreadableFileError(
                         f"{self.name}: the compressed data is damaged near byte "
-                        f"{read_before + taken} ({error})"
+                        f"{read_before + taken - len(data)} ({error})"
                     ) from error
-                left = member.unused_data if member.eof else member.unconsumed_tail
-                taken += len(data) - len(left)
-                data = left
+                taken -= len(member.unused_data)
                 produced += len(text)
-                self._check_expansion(taken, produced)
+                self._check_expansion(kind, taken, produced)
                 if text:
                     yield text
-                if not data and not member.eof:
+                data = b""
+                if not member.eof and member.needs_input:
                     data = next(raw, b"")
                     if not data and not text:
                         self.truncated = True
                         return
+            data = member.unused_data
             read_before += taken
 
-    def _check_expansion(self, taken: int, produced: int) -> None:
+    def _check_expansion(self, kind: _Compression, taken: int, produced: int) -> None:
         if self.allow_large or produced <= _HARMLESS_BYTES:
             return
         if produced > MAX_MEMBER_BYTES:
             raise UnreadableFileError(
-                f"{self.name}: a gzip member expands to more than {MAX_MEMBER_BYTES >> 30} GiB; "
+                f"{self.name}: a member of {kind.name} expands to more than {MAX_MEMBER_BYTES >> 30} GiB; "
                 "--allow-large reads it nevertheless"
             )
         if produced > MAX_EXPANSION * taken:
             raise UnreadableFileError(
-                f"{self.name}: a gzip member expands more than {MAX_EXPANSION}:1, which no trace "
-                "does; --allow-large reads it nevertheless"
+                f"{self.name}: a member of {kind.name} expands more than {MAX_EXPANSION}:1, which no "
+                "trace does; --allow-large reads it nevertheless"
             )
 
 
-def _without_padding(data: bytes, raw: Iterator[bytes]) -> tuple[bytes, int]:
+def _without_padding(data: bytes, raw: Iterator[bytes], magic_bytes: int) -> tuple[bytes, int]:
     """The data from the first byte that is not zero on, and how many bytes were left out."""
     skipped = 0
     while True:
         stripped = data.lstrip(b"\x00")
         skipped += len(data) - len(stripped)
         if stripped:
-            # a member's two magic bytes may lie on both sides of a piece boundary
-            return (stripped if len(stripped) > 1 else stripped + next(raw, b"")), skipped
+            break
         data = next(raw, b"")
         if not data:
             return b"", skipped
+    # a member's magic bytes may lie on both sides of a piece boundary
+    while len(stripped) < magic_bytes and (more := next(raw, b"")):
+        stripped += more
+    return stripped, skipped
 
 
 def _open(path: str) -> BinaryIO:

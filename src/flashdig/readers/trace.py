@@ -1,4 +1,4 @@
-"""Chrome/Kineto traces (torch.profiler, plain or gzip) into the model.
+"""Chrome/Kineto traces (torch.profiler; plain, gzip or xz) into the model.
 
 Source of the format: the Chrome trace event format, and the categories and argument names that
 PyTorch's Kineto writes (old spellings included). Device-side annotations and synchronisation events
@@ -55,7 +55,7 @@ def read_kineto(
 
     Args:
         path: file name, or "-" for standard input.
-        allow_large: also read gzip members beyond the safety limits.
+        allow_large: also read compressed members beyond the safety limits.
         progress: called with the number of file bytes read so far.
 
     Raises UnreadableFileError, with the byte offset, for a file that is no trace or is damaged
@@ -71,7 +71,7 @@ def read_kineto(
             builder.finish(stream, source)
             link(builder.trace)
     except JsonDamageError as error:
-        where = " (of the decompressed text)" if source.is_gzip else ""
+        where = " (of the decompressed text)" if source.is_compressed else ""
         raise UnreadableFileError(
             f"{source.name}: damaged at byte {error.offset}{where}: {error.reason}"
         ) from error
