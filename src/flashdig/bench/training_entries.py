@@ -174,10 +174,10 @@ def _results(attention: Attention, inputs: CellInputs) -> dict[str, Any]:
 
 
 def free(device: str) -> None:
-    """Give back memory that nothing holds any more."""
-    gc.collect()
+    """Give back device memory that nothing holds any more."""
     if device == "cuda":
         import torch
 
+        gc.collect()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()

@@ -15,22 +15,20 @@ from flashdig.bench.training_cells import DTYPE, GPTSize, TrainingCell
 if TYPE_CHECKING:
     import torch
 
-# tokens are bytes; this one ends a file
-END_OF_FILE = 256
+# tokens are bytes; this one, which no source holds, ends a file
+END_OF_FILE = 0
 SEED = 0
 LEARNING_RATE = 3e-4
 # of normal weights, as GPT-2's; those that write into the residual stream are smaller with depth
 WEIGHT_STD = 0.02
 
 
-def text_tokens() -> list[int]:
-    """This package's modules in the order of their names, as bytes, each closed by END_OF_FILE."""
+def text_tokens() -> bytes:
+    """This package's modules in the order of their names, a token a byte, each closed by
+    END_OF_FILE."""
     package = Path(__file__).resolve().parents[1]
-    tokens: list[int] = []
-    for path in sorted(package.rglob("*.py")):
-        tokens += path.read_bytes()
-        tokens.append(END_OF_FILE)
-    return tokens
+    sources = (path.read_bytes() for path in sorted(package.rglob("*.py")))
+    return b"".join(source + bytes([END_OF_FILE]) for source in sources)
 
 
 def parameter_shapes(size: GPTSize, seqlen: int) -> dict[str, tuple[int, ...]]:
@@ -143,7 +141,8 @@ class Training:
         self._optimizer = torch.optim.AdamW(
             list(self.model.parameters.values()), lr=LEARNING_RATE, fused=True
         )
-        self._text = torch.tensor(text_tokens(), device=device)
+        text = torch.frombuffer(bytearray(text_tokens()), dtype=torch.uint8)
+        self._text = text.to(device).long()
         self._steps = 0
 
     def restart(self) -> None:

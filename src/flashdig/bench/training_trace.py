@@ -20,13 +20,13 @@ class AttentionTime:
 
     Attributes:
         forward_ms, backward_ms: kernels, copies and fills of all attention calls.
-        calls: forward calls, one a layer.
+        calls: (forward, backward) calls that were found, one each a layer where all were.
         kernels: name -> (launches, microseconds in all) of fused attention's own kernels.
     """
 
     forward_ms: float
     backward_ms: float
-    calls: int
+    calls: tuple[int, int]
     kernels: dict[str, tuple[int, float]]
 
     @property
@@ -50,20 +50,25 @@ def attention_by_step(trace: Trace) -> list[AttentionTime]:
     steps = find_steps(trace)
     starts = [step.start_ns for step in steps]
     times = [{"forward": 0, "backward": 0} for _ in steps]
-    calls = [0] * len(steps)
+    calls = [{"forward": 0, "backward": 0} for _ in steps]
     kernels: list[dict[str, tuple[int, float]]] = [defaultdict(lambda: (0, 0.0)) for _ in steps]
     for call in attention_calls(trace):
         for number, event in enumerate(call.events):
             index = step_index(event, starts, steps[-1].end_ns) if steps else None
             if index is None:
                 continue
-            calls[index] += number == 0 and call.pass_ == "forward"
+            calls[index][call.pass_] += number == 0
             times[index][call.pass_] += event.duration_ns
             if decode(event.name).is_attention:
                 count, us = kernels[index][event.name]
                 kernels[index][event.name] = (count + 1, us + event.duration_ns / 1e3)
     return [
-        AttentionTime(time["forward"] / 1e6, time["backward"] / 1e6, count, dict(found))
+        AttentionTime(
+            time["forward"] / 1e6,
+            time["backward"] / 1e6,
+            (count["forward"], count["backward"]),
+            dict(found),
+        )
         for time, count, found in zip(times, calls, kernels, strict=True)
     ]
 
