@@ -101,12 +101,15 @@ class Replay:
         for place, x in zip(self._places, tensors, strict=True):
             spread[place] = x
         steps = self._plan.launches(tuple(spread), made)
-        for launch, arguments in steps:
-            launch(*arguments)
-        if key is not None:
-            bound = [launch.bound(arguments) for launch, arguments in steps]
-            if None not in bound:
-                kept_arguments.keep(key, bound)
+        bound = [None if key is None else launch.bound(arguments) for launch, arguments in steps]
+        kept = [one for one in bound if one is not None]
+        if len(kept) < len(steps):
+            for launch, arguments in steps:
+                launch(*arguments)
+            return
+        for run, arguments in kept:
+            run(*arguments)
+        kept_arguments.keep(key, kept)
 
     def _fits(self, unread: torch.Tensor) -> bool:
         """Whether `unread` may be written elsewhere; makes that place."""
