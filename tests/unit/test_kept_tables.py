@@ -40,6 +40,85 @@ def test_what_was_called_last_is_asked_first(counted, monkeypatch) -> None:
     assert len(keys) >= 5
 
 
+@pytest.fixture
+def asked(monkeypatch):
+    """Counts the calls whose key was built."""
+    keys = []
+    whole = kept_calls.dense_key
+    monkeypatch.setattr(kept_calls, "dense_key", lambda *a: keys.append(1) or whole(*a))
+    return keys
+
+
+def test_calls_that_take_turns_are_all_known(counted, asked) -> None:
+    """Four of them: other lengths, other options, other wishes for gradients."""
+    q, k, v = inputs(dtype=torch.bfloat16)
+    leaf = q.clone().requires_grad_()
+    calls = [
+        lambda: tiled(q, k, v, causal=True),
+        lambda: tiled(q, k, v),
+        lambda: tiled(q[:, :5], k, v, return_lse=True)[1],
+        lambda: tiled(leaf, k, v),
+    ]
+    for _ in range(2):
+        expected = [call() for call in calls]
+    asked.clear()
+    for _ in range(3):
+        for call, result in zip(calls, expected, strict=True):
+            assert torch.equal(call(), result)
+    assert not asked
+    assert calls[3]().requires_grad
+    with torch.no_grad():
+        assert not calls[3]().requires_grad
+    assert not calls[1]().requires_grad
+    assert not asked
+    tiled(q, k[:, :4], v[:, :4])
+    tiled(q, k[:, :4], v[:, :4])
+    assert len(asked) == 2
+    assert len(kept_calls._latest.calls) == kept_calls.RECENT
+
+
+def test_options_of_equal_value_are_the_same_call_if_their_types_are(counted, asked) -> None:
+    q, k, v = inputs()
+    for _ in range(2):
+        expected = tiled(q, k, v, softmax_scale=float("0.5"), softcap=float("2"))
+    asked.clear()
+    assert torch.equal(tiled(q, k, v, softmax_scale=float("0.5"), softcap=float("2")), expected)
+    assert not asked
+    assert not torch.equal(tiled(q, k, v, softmax_scale=float("0.25"), softcap=2.0), expected)
+    assert torch.equal(tiled(q, k, v, softmax_scale=float("0.5"), softcap=int("2")), expected)
+    assert len(asked) == 2
+    with pytest.raises(TypeError, match="dropout_p"):
+        tiled(q, k, v, softmax_scale=0.5, softcap=2.0, dropout_p=False)
+
+
+def test_autocast_and_inference_have_a_guard_of_their_own(counted, asked) -> None:
+    q, k, v = inputs(dtype=torch.bfloat16)
+    expected = tiled(q, k, v)
+    tiled(q, k, v)
+    for _ in range(2):  # what was known before is still known after
+        for mode in (torch.autocast("cpu", dtype=torch.bfloat16), torch.inference_mode()):
+            with mode:
+                tiled(q, k, v)
+                asked.clear()
+                assert torch.equal(tiled(q, k, v), expected)
+                assert not asked
+        asked.clear()
+        assert torch.equal(tiled(q, k, v), expected)
+        assert not asked
+    with torch.autocast("cpu", dtype=torch.float16):  # keys are alike, and it casts
+        assert tiled(q, k, v).dtype == torch.float16
+
+
+def test_memory_that_was_given_up_is_never_read(counted) -> None:
+    q, k, v = inputs()
+    for _ in range(3):
+        expected = tiled(q, k, v)
+    full = k.clone()
+    k.untyped_storage().resize_(0)
+    assert kept_calls.again(q, k, v, False, None, 0.0, 0.0, None, False, False, "tiled") is None
+    assert torch.equal(tiled(q, full, v), expected)
+
+
 def test_without_torchs_guards_the_key_says_all(counted, monkeypatch) -> None:
     monkeypatch.setattr(kept_calls, "same_as", lambda *tensors: None)
     first, _, third = (results("causal") for _ in range(3))
