@@ -8,7 +8,7 @@ from unittest import mock
 
 import torch
 
-from flashdig import attention, kept_calls
+from flashdig import attention, kept_calls, kept_keys
 from flashdig.kernels import plans, tiled_launch
 from flashdig.ops import attention as operators
 from tests.attention_cases import build, gradients, taking_gradients
@@ -45,7 +45,7 @@ def short_way():
     forget()
     with (
         mock.patch.object(operators, "_planner", counted.planner),
-        mock.patch.object(kept_calls, "_is_here", lambda q, options: options[-1] == "tiled"),
+        mock.patch.object(kept_keys, "is_here", lambda q, options: options[-1] == "tiled"),
     ):
         yield counted
     forget()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flashdig import kept_calls
+from flashdig import kept_calls, kept_keys
 from flashdig.kernels.reference import merge_partials
 from flashdig.kvcache import attention_with_kvcache
 from flashdig.packing import Packing
@@ -196,7 +196,7 @@ def attention_varlen(
     packing = Packing(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table)
     key = kept = None
     if q_descale is None and k_descale is None and v_descale is None:
-        key = kept_calls.packed_key(
+        key = kept_keys.packed_key(
             q,
             k,
             v,

@@ -8,28 +8,26 @@ call takes the long way.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Hashable
 from typing import Any
 
 import torch
 
+from flashdig import kept_keys
 from flashdig.checks import FP8_DTYPES
-from flashdig.kernels.plans import ALIGNMENT, Kept, Plan, plan_key, replay_of
+from flashdig.kept_keys import any_autocast
+from flashdig.kernels.plans import ALIGNMENT, Kept, Plan, replay_of
 from flashdig.ops.attention import TENSORS, planned_forward
-from flashdig.ops.eager import Check, current_device, is_plain, same_as, unwatched
+from flashdig.ops.eager import Check, current_device, same_as, unwatched
 from flashdig.ops.kept_gradients import differentiable, differentiable_dense
-from flashdig.packing import Packing, values_are_checked
 from flashdig.validate import tf32_allowed
 
-Key = tuple[Hashable, ...]
+Key = kept_keys.Key
 
 _kept = Kept()
 RECENT = 4
-_PLACES, _OTHERS, _OPTIONS = 12, 13, 14  # in a key
 _ALONE = (None,) * (TENSORS - 3)  # what q, k and v come without
 _deterministic = torch._C._get_deterministic_algorithms
-_any_autocast = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 
 
 class KeptCall:
@@ -202,11 +200,13 @@ def again(
         or not (at_q and at_k and at_v)
         or _deterministic() is not kept.deterministic
         or not (
-            kept.device == current_device() if kept.device >= 0 else _is_here(q.device, (backend,))
+            kept.device == current_device()
+            if kept.device >= 0
+            else kept_keys.is_here(q.device, (backend,))
         )
         or (kept.tf32 is not None and tf32_allowed() != kept.tf32)
         or not unwatched()
-        or (_any_autocast() and _casts(q, k, v))
+        or (any_autocast() and kept_keys.casts(q, k, v))
     ):
         return None
     if recent.wanted and torch.is_grad_enabled():
@@ -221,12 +221,14 @@ def _equal(option: Any, before: Any) -> bool:
 
 def _remember(kept: KeptCall, key: Key, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """Let `again` know a call that its key found."""
+    options: Any = key[kept_keys.OPTIONS]
     # dropout draws a seed; fp8 that asks for a gradient is refused, which the key sees
-    if kept.dropout or q.dtype in FP8_DTYPES or key[_PLACES] is not None:
+    if kept.dropout or q.dtype in FP8_DTYPES or options[0] is not None:
+        return
+    if key[kept_keys.PLACES] is not None or key[kept_keys.OTHERS] is not None:
         return
     wanted = (q.requires_grad, k.requires_grad, v.requires_grad)
-    modes = (_any_autocast(), torch.is_inference_mode_enabled(), q.is_inference(), wanted)
-    options: Any = key[_OPTIONS]
+    modes = (any_autocast(), torch.is_inference_mode_enabled(), q.is_inference(), wanted)
     before = kept.recent.get(modes)
     same = same_as(q, k, v) if before is None else before.same
     if same is None:
@@ -263,9 +265,14 @@ def find_dense(
     """
     if torch.compiler.is_compiling():
         return None, None
-    key = dense_key(q, k, v, bias, alibi_slopes, sinks, *options)
+    key = kept_keys.dense_key(q, k, v, bias, alibi_slopes, sinks, *options)
     found = find(key)
-    if found is not None and key is not None and key[_OTHERS] is None and options[0] is None:
+    if (
+        found is not None
+        and key is not None
+        and key[kept_keys.OTHERS] is None
+        and options[0] is None
+    ):
         _remember(found, key, q, k, v)
     return found, key
 
@@ -290,140 +297,3 @@ def forget() -> None:
 def draw_seed(device: torch.device) -> torch.Tensor:
     """A Philox key, (1,) int64, from the device's default generator."""
     return torch.randint(2**63 - 1, (1,), device=device)
-
-
-def dense_key(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    bias: torch.Tensor | None,
-    alibi_slopes: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    *options: Any,
-) -> Key | None:
-    """The key of a call of `flashdig.attention`, None where it has to take the long way.
-
-    Args:
-        options: every other argument, the window first, as the caller gave it.
-    """
-    if torch.compiler.is_compiling():
-        return None
-    if bias is None and alibi_slopes is None and sinks is None:
-        return _key(q, k, v, None, options)
-    if not _slopes_fit(alibi_slopes):
-        return None
-    return _key(q, k, v, (bias, alibi_slopes, sinks), options)
-
-
-def packed_key(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    packing: Packing,
-    alibi_slopes: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    *options: Any,
-) -> Key | None:
-    """`dense_key` of a call of `flashdig.attention_varlen`."""
-    if (
-        torch.compiler.is_compiling()
-        or packing.page_table is not None
-        or values_are_checked("cuda")
-        or not _slopes_fit(alibi_slopes)
-    ):
-        return None
-    lengths = (
-        packing.cu_seqlens_q,
-        packing.cu_seqlens_k,
-        packing.seqused_q,
-        packing.seqused_k,
-    )
-    return _key(q, k, v, (*lengths, alibi_slopes, sinks), options)
-
-
-def _key(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    others: tuple[torch.Tensor | None, ...] | None,
-    options: tuple[Any, ...],
-) -> Key | None:
-    if not (
-        # subclasses and anything else take the long way
-        type(q) is torch.Tensor
-        and type(k) is torch.Tensor
-        and type(v) is torch.Tensor
-        and _is_here(q.device, options)
-        and unwatched()
-        and not (_any_autocast() and _casts(q, k, v))
-    ):
-        return None
-    dtype = q.dtype
-    if dtype is not torch.bfloat16:  # which no view of complex numbers has
-        if q.is_neg() or k.is_neg() or v.is_neg():
-            return None
-        if dtype in FP8_DTYPES and torch.is_grad_enabled():  # whose gradient is refused
-            return None
-    try:
-        at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
-    except RuntimeError:  # a wrapper of torch.func that outlived its transform
-        return None
-    if not (at_q and at_k and at_v):  # nothing there, or zeros without memory
-        return None
-    places: Hashable = None
-    if (at_q | at_k | at_v) % ALIGNMENT:
-        places = (at_q % ALIGNMENT == 0, at_k % ALIGNMENT == 0, at_v % ALIGNMENT == 0)
-    other_keys: Hashable = None
-    if others is not None:
-        if not all(x is None or is_plain(x) for x in others):
-            return None
-        other_keys = plan_key(others)
-    window = options[0]
-    if window is not None:  # a list cannot be in a key; neither can 1 stand for True
-        if type(window) not in (tuple, list):
-            return None
-        options = (tuple(window), tuple(map(type, window)), *options[1:])
-    return (
-        q.shape,
-        k.shape,
-        v.shape,
-        q.stride(),
-        k.stride(),
-        v.stride(),
-        dtype,
-        k.dtype,
-        v.dtype,
-        q.device,
-        k.device,
-        v.device,
-        places,
-        other_keys,
-        options,
-        # True equals 1 and 1.0, and not every argument may be each of them
-        tuple(map(type, options)),
-        _deterministic(),
-        dtype is torch.float32 and tf32_allowed(),
-    )
-
-
-def _is_here(device: torch.device, options: tuple[Any, ...]) -> bool:
-    """The current GPU, or the CPU where kernels are interpreted."""
-    if device.type == "cuda":
-        return bool(device.index == current_device())
-    return options[-1] == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
-
-
-def _casts(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether autocast may change a dtype."""
-    device_type = "cuda" if q.is_cuda else "cpu"
-    if not torch.is_autocast_enabled(device_type):
-        return False
-    dtype = torch.get_autocast_dtype(device_type)
-    return not (q.dtype == k.dtype == v.dtype == dtype)
-
-
-def _slopes_fit(slopes: torch.Tensor | None) -> bool:
-    """Slopes that ask for a gradient are refused, the long way."""
-    if slopes is None:
-        return True
-    return is_plain(slopes) and not (slopes.requires_grad and torch.is_grad_enabled())

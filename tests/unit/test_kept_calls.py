@@ -6,7 +6,7 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from flashdig import attention_varlen, kept_calls
+from flashdig import attention_varlen, kept_calls, kept_keys
 from tests.attention_cases import CASES
 from tests.short_way import forget, inputs, results, short_way, tiled
 
@@ -129,18 +129,18 @@ def test_settings_of_torch_are_part_of_the_key(counted) -> None:
     q, k, v = inputs()
     torch.use_deterministic_algorithms(True)
     try:
-        first = kept_calls.dense_key(q, k, v, None, None, None, None, False, "tiled")
+        first = kept_keys.dense_key(q, k, v, None, None, None, None, False, "tiled")
     finally:
         torch.use_deterministic_algorithms(False)
-    plain = kept_calls.dense_key(q, k, v, None, None, None, None, False, "tiled")
+    plain = kept_keys.dense_key(q, k, v, None, None, None, None, False, "tiled")
     before = torch.backends.cuda.matmul.fp32_precision
     torch.backends.cuda.matmul.fp32_precision = "tf32"
     try:
-        tf32 = kept_calls.dense_key(q, k, v, None, None, None, None, False, "tiled")
+        tf32 = kept_keys.dense_key(q, k, v, None, None, None, None, False, "tiled")
     finally:
         torch.backends.cuda.matmul.fp32_precision = before
     assert len({first, plain, tf32}) == 3
-    assert kept_calls.dense_key(q, k, v, None, None, None, None, False, "tiled") == plain
+    assert kept_keys.dense_key(q, k, v, None, None, None, None, False, "tiled") == plain
 
 
 def test_gradients_follow_what_each_call_asks_for(counted) -> None:
@@ -387,7 +387,7 @@ def test_tensors_without_memory_of_their_own(counted) -> None:
 
 
 def test_packed_calls_are_kept_and_their_lengths_are_not(counted, monkeypatch) -> None:
-    monkeypatch.setattr(kept_calls, "values_are_checked", lambda device: False)
+    monkeypatch.setattr(kept_keys, "values_are_checked", lambda device: False)
     torch.manual_seed(0)
     q, k, v = (torch.randn(10, 2, 8).requires_grad_() for _ in range(3))
     found = []
@@ -412,8 +412,8 @@ def test_packed_calls_are_kept_and_their_lengths_are_not(counted, monkeypatch) -
 
 def test_another_current_device_takes_the_long_way(monkeypatch) -> None:
     for current in (0, 1):
-        monkeypatch.setattr(kept_calls, "current_device", lambda current=current: current)
+        monkeypatch.setattr(kept_keys, "current_device", lambda current=current: current)
         for index in (0, 1):
             device = torch.device("cuda", index)
-            assert kept_calls._is_here(device, ("auto",)) == (index == current)
-    assert not kept_calls._is_here(torch.device("cpu"), ("auto",))
+            assert kept_keys.is_here(device, ("auto",)) == (index == current)
+    assert not kept_keys.is_here(torch.device("cpu"), ("auto",))

@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from flashdig import attention, kept_calls
+from flashdig import attention, kept_calls, kept_keys
 from flashdig.kernels import plans
 from flashdig.kernels.plans import Kept
 from flashdig.ops import eager
@@ -23,8 +23,8 @@ def test_what_was_called_last_is_asked_first(counted, monkeypatch) -> None:
     for _ in range(2):
         expected = tiled(q, k, v, causal=True)
     keys = []
-    whole = kept_calls.dense_key
-    monkeypatch.setattr(kept_calls, "dense_key", lambda *a: keys.append(1) or whole(*a))
+    whole = kept_keys.dense_key
+    monkeypatch.setattr(kept_keys, "dense_key", lambda *a: keys.append(1) or whole(*a))
     assert torch.equal(tiled(q, k, v, causal=True), expected)
     assert not keys
     # other strides, another length, another class of tensor, out of line: by the key
@@ -35,7 +35,7 @@ def test_what_was_called_last_is_asked_first(counted, monkeypatch) -> None:
     with torch.inference_mode():
         assert torch.equal(tiled(q, k, v, causal=True), expected)
     tiled(q, k, v, causal=True)
-    monkeypatch.setattr(kept_calls, "_is_here", lambda device, options: False)
+    monkeypatch.setattr(kept_keys, "is_here", lambda device, options: False)
     assert torch.equal(tiled(q, k, v, causal=True), expected)
     assert len(keys) >= 5
 
@@ -44,8 +44,8 @@ def test_what_was_called_last_is_asked_first(counted, monkeypatch) -> None:
 def asked(monkeypatch):
     """Counts the calls whose key was built."""
     keys = []
-    whole = kept_calls.dense_key
-    monkeypatch.setattr(kept_calls, "dense_key", lambda *a: keys.append(1) or whole(*a))
+    whole = kept_keys.dense_key
+    monkeypatch.setattr(kept_keys, "dense_key", lambda *a: keys.append(1) or whole(*a))
     return keys
 
 

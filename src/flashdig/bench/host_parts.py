@@ -56,7 +56,7 @@ def parts_of(inputs: CellInputs) -> dict[str, Call]:
 def _short_way(inputs: CellInputs, plan: Any, arguments: tuple[Any, ...]) -> dict[str, Call]:
     import torch
 
-    from flashdig import kept_calls
+    from flashdig import kept_calls, kept_keys
     from flashdig.kernels.plans import replay_of
     from flashdig.ops.attention import TENSORS, planned_backward
 
@@ -69,7 +69,7 @@ def _short_way(inputs: CellInputs, plan: Any, arguments: tuple[Any, ...]) -> dic
     backward = planned_backward(backward_arguments)
 
     def find() -> Any:
-        return kept_calls.find(kept_calls.dense_key(q, k, v, None, None, None, *given))
+        return kept_calls.find(kept_keys.dense_key(q, k, v, None, None, None, *given))
 
     def allocate() -> Any:
         return torch.empty_like(q), torch.empty(lse.shape, dtype=lse.dtype, device=q.device)
