@@ -180,14 +180,8 @@ BACKENDS = (
     Backend("fused_cpu", "torch's fused CPU attention", True, _fused_cpu),
     Backend(
         "hopper",
-        "Gluon kernels for Hopper (sm_90a); the backward is the portable one",
+        "Gluon kernels for Hopper (sm_90a), forward and backward",
         True,
-        _hopper,
-    ),
-    Backend(
-        "hopper_backward",
-        "as hopper, with a backward in Gluon too: correct on an H200, its speed not measured yet",
-        False,
         _hopper,
     ),
     Backend("triton", "portable Triton kernels, NVIDIA GPUs since Ampere", True, _triton),

@@ -41,7 +41,7 @@ def serve(call: Call, backend: str, key: kept_calls.Key | None = None) -> Result
     if chosen.name not in LAUNCHERS:
         return _RUN[chosen.name](call)
     name = chosen.name
-    if name == "hopper_backward" and call.problem.deterministic:
+    if name == "hopper" and call.problem.deterministic:
         name += "_deterministic"  # the other backends' gradients are so anyway
     inputs = operator_inputs(call, name)
     results = attention_op(*inputs)

@@ -243,7 +243,5 @@ def test_by_name(deterministic):
     dout = torch.randn_like(q)
     wanted = torch.autograd.grad(expected, (q, k, v), dout.double())
     for _ in range(2):
-        out = attention(
-            q, k, v, causal=True, deterministic=deterministic, backend="hopper_backward"
-        )
+        out = attention(q, k, v, causal=True, deterministic=deterministic, backend="hopper")
         assert_close(torch.autograd.grad(out, (q, k, v), dout), wanted, LIMITS[q.dtype])

@@ -23,15 +23,11 @@ def test_names_are_unique_and_in_the_order_of_preference() -> None:
     assert names == [
         "fused_cpu",
         "hopper",
-        "hopper_backward",
         "triton",
         "tiled",
         "reference",
     ]
-    assert [backend.name for backend in BACKENDS if not backend.in_auto] == [
-        "hopper_backward",
-        "reference",
-    ]
+    assert [backend.name for backend in BACKENDS if not backend.in_auto] == ["reference"]
 
 
 @pytest.mark.parametrize(
@@ -155,18 +151,14 @@ def test_the_fused_cpu_attention_serves_plain_problems_alone() -> None:
 
 
 def test_unknown_names_are_refused_with_the_known_ones() -> None:
-    message = (
-        "backend must be 'auto' or one of 'fused_cpu', 'hopper', 'hopper_backward', 'triton', "
-        "'tiled', 'reference'"
-    )
+    message = "must be 'auto' or one of 'fused_cpu', 'hopper', 'triton', 'tiled', 'reference'"
     with pytest.raises(ValueError, match=message):
         choose(HALF, AMPERE, "flash")
 
 
-def test_the_hopper_backward_is_asked_for_by_name() -> None:
+def test_hopper_has_a_backward_whose_gradients_are_the_same_bits() -> None:
     assert choose(HALF, HOPPER).name == "hopper"
-    assert choose(HALF, HOPPER, "hopper_backward").name == "hopper_backward"
-    for name in ("hopper_backward", "hopper_backward_deterministic"):
-        forward, backward = LAUNCHERS[name]
-        assert forward == LAUNCHERS["hopper"][0]
-        assert callable(importlib.import_module(backward).attention_backward)
+    forward, backward = LAUNCHERS["hopper_deterministic"]
+    assert forward == LAUNCHERS["hopper"][0]
+    assert backward != LAUNCHERS["hopper"][1]
+    assert callable(importlib.import_module(backward).attention_backward)

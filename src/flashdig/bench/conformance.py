@@ -49,7 +49,6 @@ INTERPRETER_FEATURES = {
 BACKEND_FEATURES = {
     "triton": FEATURES,
     "hopper": HOPPER_FEATURES,
-    "hopper_backward": HOPPER_FEATURES,
 }
 # tiny inputs that compile all that a specialisation needs: a bias broadcast over one row or key
 # is another kernel than one over many

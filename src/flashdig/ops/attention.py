@@ -30,13 +30,12 @@ DIFFERENTIABLE = (0, 1, 2, 3, 5)
 LAUNCHERS = {
     "tiled": ("flashdig.kernels.tiled_launch", "flashdig.kernels.tiled_launch"),
     "triton": ("flashdig.kernels.triton.forward_launch", "flashdig.kernels.triton.backward"),
-    "hopper": ("flashdig.kernels.hopper.forward_launch", "flashdig.kernels.triton.backward"),
-    "hopper_backward": (
+    "hopper": (
         "flashdig.kernels.hopper.forward_launch",
         "flashdig.kernels.hopper.backward_operator",
     ),
     # the same where gradients must be the same bits in every run
-    "hopper_backward_deterministic": (
+    "hopper_deterministic": (
         "flashdig.kernels.hopper.forward_launch",
         "flashdig.kernels.hopper.backward_deterministic",
     ),
