@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -250,12 +251,11 @@ class Launches:
         if call.scaled:
             table = SCALED_TILES
         tiles = tiles or table[call.width]
-        make_statistics = allocation(call.padded_shape, torch.float32, device)
-        # log-sum-exp in units of log2, and delta, padded; sums of dQ, which start as zeros
-        self.makes: tuple[Callable[[], torch.Tensor], ...] = (make_statistics, make_statistics)
-        if with_sums:
-            shape = (*call.padded_shape, call.width)
-            self.makes += (allocation(shape, torch.float32, device),)
+        # log-sum-exp in units of log2, and delta, padded; sums of dQ, which start as zeros: in one
+        # buffer, since allocating costs the host more than its part of a launch
+        rows = math.prod(call.padded_shape)
+        self._sizes = [rows, rows, rows * call.width] if with_sums else [rows, rows]
+        self.make_buffer = allocation((sum(self._sizes),), torch.float32, device)
         self._preprocess = _preprocess(call)
         self._main = self._dq = self._postprocess = None
         if dk is not None and dv is not None:
@@ -266,12 +266,12 @@ class Launches:
             self._dq = _dq(call, dq, dq_tiles or DQ_TILES[call.width])
 
     def __call__(self, *tensors: Any) -> None:
-        for launch, arguments in self.steps([make() for make in self.makes], *tensors):
+        for launch, arguments in self.steps(self.make_buffer(), *tensors):
             launch(*arguments)
 
     def steps(
         self,
-        made: Sequence[torch.Tensor],
+        buffer: torch.Tensor,
         grad_out: torch.Tensor | None,
         grad_lse: torch.Tensor | None,
         q: torch.Tensor | None,
@@ -286,8 +286,8 @@ class Launches:
         dv: torch.Tensor | None,
         delta: torch.Tensor | None = None,
     ) -> Steps:
-        """Each launch with its tensors; `made` by `makes`."""
-        lse_log2, delta_padded, *rest = made
+        """Each launch with its tensors; the buffer is of `make_buffer`."""
+        lse_log2, delta_padded, *rest = buffer.split(self._sizes)
         sums = rest[0] if rest else None
         read = (lse_log2, delta_padded)
         before = (out, grad_out, lse, grad_lse, *read, delta, sums, *lengths)

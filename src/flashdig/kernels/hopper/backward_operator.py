@@ -247,7 +247,7 @@ class _BackwardPlan:
         self._launches = Launches(call, *shapes, dq_apart=dq_apart)
         self.makes: tuple[Callable[[], Any], ...] = ()
         if all(wanted[:3]) and not wanted[4] and not call.packed:
-            self.makes = (*self._make, *self._launches.makes)
+            self.makes = (*self._make, self._launches.make_buffer)
 
     def __call__(
         self,
@@ -283,9 +283,9 @@ class _BackwardPlan:
         self, tensors: tuple[torch.Tensor | None, ...], made: Sequence[torch.Tensor]
     ) -> Steps:
         grad_out, grad_lse, q, k, v, _, alibi_slopes, _, _, *lengths, out, lse = tensors
-        gradients, buffers = made[:3], made[3:]
+        *gradients, buffer = made
         return self._launches.steps(
-            buffers, grad_out, grad_lse, q, k, v, alibi_slopes, lengths, out, lse, *gradients
+            buffer, grad_out, grad_lse, q, k, v, alibi_slopes, lengths, out, lse, *gradients
         )
 
 
