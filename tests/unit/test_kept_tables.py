@@ -1,9 +1,14 @@
 """What is kept: what was called last is asked first, tables are bounded, threads share them."""
 
+import contextlib
 import threading
+from unittest import mock
 
 import pytest
 import torch
+from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashdig import attention, kept_calls, kept_keys
 from flashdig.kernels import plans
@@ -35,7 +40,7 @@ def test_what_was_called_last_is_asked_first(counted, monkeypatch) -> None:
     with torch.inference_mode():
         assert torch.equal(tiled(q, k, v, causal=True), expected)
     tiled(q, k, v, causal=True)
-    monkeypatch.setattr(kept_keys, "is_here", lambda device, options: False)
+    monkeypatch.setattr(kept_keys, "is_here", return_value=False)
     assert torch.equal(tiled(q, k, v, causal=True), expected)
     assert len(keys) >= 5
 
@@ -109,13 +114,103 @@ def test_autocast_and_inference_have_a_guard_of_their_own(counted, asked) -> Non
         assert tiled(q, k, v).dtype == torch.float16
 
 
+class Watched(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+class Overridden(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def deterministic():
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@contextlib.contextmanager
+def tf32():
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+
+
+@contextlib.contextmanager
+def elsewhere():
+    with mock.patch.object(kept_keys, "is_here", return_value=False):
+        yield
+
+
+def known(q, k, v, backend="tiled"):
+    return kept_calls.again(q, k, v, False, None, 0.0, 0.0, None, False, False, backend)
+
+
+@pytest.mark.parametrize(
+    "surroundings",
+    [
+        Watched,
+        Overridden,
+        lambda: torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]),
+        forward_ad.dual_level,
+        lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+        deterministic,
+        tf32,
+        elsewhere,
+    ],
+)
+def test_what_is_known_is_not_asked_for_where_somebody_watches(counted, surroundings) -> None:
+    q, k, v = inputs()
+    for _ in range(2):
+        tiled(q, k, v)
+    assert known(q, k, v) is not None
+    with surroundings():
+        assert known(q, k, v) is None
+    assert known(q, k, v) is not None
+
+
+def test_what_is_known_is_asked_for_by_tensors_like_those_alone(counted) -> None:
+    q, k, v = inputs()
+    for _ in range(2):
+        expected = tiled(q, k, v)
+    assert torch.equal(known(q, k, v), expected)
+    others = [
+        torch.complex(k, q).conj().imag,
+        torch._efficientzerotensor(q.shape),
+        q.as_subclass(type("Subclass", (torch.Tensor,), {})),
+        torch.nn.Parameter(q),
+        q.to("meta"),
+        torch.cat([q.flatten()[:1], q.flatten()])[1:].view(q.shape),
+        q[:, :5],
+        q.double(),
+        q.clone().requires_grad_(),
+        None,
+        7,
+    ]
+    for other in others:
+        assert known(other, k, v) is None
+        assert known(q, k, other) is None
+    seen = []
+    torch.vmap(lambda x: seen.append(known(x, k, v)) or x)(torch.stack([q, q]))
+    torch.func.grad(lambda x: seen.append((known(x, k, v), known(q, k, v))) or x.sum())(q)
+    assert seen == [None, (None, None)]
+    assert known(q, k, v, "".join(["ti", "led"])) is not None
+
+
 def test_memory_that_was_given_up_is_never_read(counted) -> None:
     q, k, v = inputs()
     for _ in range(3):
         expected = tiled(q, k, v)
     full = k.clone()
     k.untyped_storage().resize_(0)
-    assert kept_calls.again(q, k, v, False, None, 0.0, 0.0, None, False, False, "tiled") is None
+    assert known(q, k, v) is None
     assert torch.equal(tiled(q, full, v), expected)
 
 
