@@ -12,6 +12,7 @@ import sys
 if __name__ == "__main__":  # not where tests only read its tables
     os.environ["TRITON_INTERPRET"] = "1"
 
+import pytest
 import torch
 
 from flashdig import attention, attention_varlen
@@ -128,6 +129,53 @@ def kept():
     return differences(call)
 
 
+def replayed():
+    """Calls of q, k and v alone whose backward made its plan before: asked for part of the
+    gradients, twice, with an upstream gradient of other strides, and to be differentiated."""
+    shapes = ((1, 5, 2, 8), (1, 7, 2, 8), (1, 7, 2, 8))
+    q, k, v = (torch.randn(shape).requires_grad_() for shape in shapes)
+    upstream = torch.randn(shapes[0])
+    replays = count_replays()
+
+    def call(backend):
+        def attend(*tensors):
+            return attention(*tensors, causal=True, backend=backend)
+
+        for _ in range(3 if backend == "triton" else 1):
+            out = attend(q, k, v)
+            all_of_them = torch.autograd.grad(out, (q, k, v), upstream, retain_graph=True)
+        with torch.no_grad():
+            alone = attend(q, k, v)
+        if backend == "triton":
+            before = replays[0]
+            assert before > 0
+        found = [out, alone, *all_of_them, *torch.autograd.grad(out, (k,), upstream)]
+        turned = upstream.transpose(1, 2).contiguous().transpose(1, 2)
+        found += torch.autograd.grad(attend(q, k, v), (q, k, v), turned)
+        found += torch.autograd.grad(attend(q, k.detach(), v), (q, v), upstream)
+        if backend == "triton":
+            assert replays[0] > before
+            (dq,) = torch.autograd.grad(attend(q, k, v), q, upstream, create_graph=True)
+            with pytest.raises(RuntimeError, match="not twice differentiable"):
+                dq.sum().backward()
+        return found
+
+    return differences(call)
+
+
+def count_replays():
+    from flashdig.kernels import replay
+
+    whole, counts = replay.Replay.__call__, [0]
+
+    def counted(self, *tensors):
+        counts[0] += 1
+        return whole(self, *tensors)
+
+    replay.Replay.__call__ = counted
+    return counts
+
+
 def main() -> None:
     found = {name: dense(name) for name in DENSE}
     found["packed"] = packed()
@@ -135,6 +183,7 @@ def main() -> None:
     found |= {f"zero sizes {sizes}": zero(*sizes) for sizes in ZERO_SIZES}
     found["vmap of grad"] = vmapped()
     found["kept"] = kept()
+    found["replayed"] = replayed()
     json.dump(found, sys.stdout)
 
 

@@ -19,6 +19,7 @@ CASES = (
     *(f"zero sizes {sizes}" for sizes in ZERO_SIZES),
     "vmap of grad",
     "kept",
+    "replayed",
 )
 
 
