@@ -96,6 +96,42 @@ def test_a_graph_captured_where_calls_were_replayed(backend) -> None:
             assert torch.equal(out, expected)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_graph_of_gradients_captured_where_they_were_replayed(backend) -> None:
+    needs_hopper(backend)
+    inputs = qkv("cuda", torch.bfloat16, 1, 150, 150, 4, 2, 64)
+    upstream = torch.randn_like(inputs[0])
+
+    def step():
+        out = attend(*inputs, backend)
+        return out, *torch.autograd.grad(out, inputs, upstream)
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(4):
+            step()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=side):
+            captured = step()
+    for seed in range(3):
+        news = qkv("cuda", torch.bfloat16, 1, 150, 150, 4, 2, 64, seed=seed, grad=False)
+        with torch.no_grad():
+            for x, new in zip((*inputs, upstream), (*news, news[0].flip(1)), strict=True):
+                x.copy_(new)
+        torch.cuda.synchronize()
+        graph.replay()
+        beside = step()
+        torch.cuda.synchronize()
+        kept_calls.forget()
+        plans.forget()
+        expected = step()
+        for found in (captured, beside):
+            for a, b in zip(found, expected, strict=True):
+                torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+        for _ in range(3):
+            step()
+
+
 @pytest.mark.parametrize("backend", ["triton", "hopper"])
 def test_an_lse_that_nobody_reads_costs_its_memory_once(backend) -> None:
     needs_hopper(backend)
