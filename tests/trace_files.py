@@ -14,8 +14,9 @@ Event = dict[str, object]
 
 
 def recorded(name: str) -> str:
-    """Path of a recording from a real H200."""
-    return str(DATA / f"{name}.json.gz")
+    """Path of a recording from a real H200; the larger ones are kept with xz."""
+    suffix = "xz" if name.startswith("models/") else "gz"
+    return str(DATA / f"{name}.json.{suffix}")
 
 
 def kernel(name: str, ts: object, dur: object, stream: int | None = 7, **args: object) -> Event:
