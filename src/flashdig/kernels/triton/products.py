@@ -1,9 +1,8 @@
 """Device functions: matrix products, in the precision that a call may take.
 
 PRECISION "bf16x6" is float32 on tensor cores: each operand is the sum of three bfloat16, exactly,
-and six of their nine products are added up in float32. The three left out are mostly below
-float32's own rounding. Six products in bfloat16 cost what three in TF32 cost, whose sums are cut
-off twice as often: `docs/decisions/portable-kernels.md`.
+and six of their nine products are added up in float32. The three left out are below float32's own
+rounding. Six products in bfloat16 cost what three in TF32 cost, and TF32 would keep 22 bits only.
 """
 
 import triton
