@@ -14,11 +14,8 @@ if __name__ == "__main__":  # not where tests only read its tables
 
 import pytest
 import torch
-import triton
-import triton.language as tl
 
 from flashdig import attention, attention_varlen
-from flashdig.kernels.triton.products import bfloat16_parts
 from tests.attention_cases import build, gradients, taking_gradients
 
 DENSE = ("causal more queries", "everything, small")
@@ -166,64 +163,6 @@ def replayed():
     return differences(call)
 
 
-def hidden_by_a_bias(kind):
-    """NaN in the keys that a bias hides from every row, and in a row that it leaves no key."""
-    shapes = ((1, 32, 2, 16), (1, 64, 2, 16), (1, 64, 2, 16))
-    q, k, v = (torch.randn(shape) for shape in shapes)
-    bias = torch.randn(1, 2, 32, 64)
-    hidden = torch.zeros(1, 1, 32, 64, dtype=torch.bool)
-    hidden[..., 3:40] = True
-    hidden[:, :, 7] = True
-    k[:, 3:40] = v[:, 3:40] = q[:, 7] = math.nan
-    bias = ~hidden if kind == "bool" else bias.masked_fill(hidden, -math.inf).requires_grad_()
-    upstream = torch.randn(shapes[0])
-    upstream[:, 7] = math.nan
-    wanted = [x.requires_grad_() for x in (q, k, v)] + ([] if kind == "bool" else [bias])
-
-    def call(backend):
-        out, lse = attention(q, k, v, bias=bias, return_lse=True, backend=backend)
-        return [out, lse, *torch.autograd.grad(out, wanted, upstream)]
-
-    found = differences(call)
-    assert all(torch.isfinite(x).all() for x in call("triton")[2:])
-    return found
-
-
-def few_key_heads(packed):
-    """Few tiles of keys, so that their heads are dealt out and parts of dK and dV are added."""
-    rows = (40,) if packed else (2, 40)
-    q, k, v = (torch.randn(*rows, heads, 16).requires_grad_() for heads in (6, 2, 2))
-    cu_seqlens = torch.tensor([0, 11, 33], dtype=torch.int32)  # slack rows behind
-
-    def call(backend):
-        options = {"causal": True, "return_lse": True, "backend": backend}
-        if packed:
-            out, lse = attention_varlen(q, k, v, cu_seqlens, cu_seqlens, **options)
-        else:
-            out, lse = attention(q, k, v, **options)
-        return [out, lse, *gradients(out, lse, [q, k, v])]
-
-    return differences(call)
-
-
-@triton.jit
-def _split(x_ptr, parts_ptr, SIZE: tl.constexpr):
-    i = tl.arange(0, SIZE)
-    high, middle, low = bfloat16_parts(tl.load(x_ptr + i))
-    tl.store(parts_ptr + i, high)
-    tl.store(parts_ptr + SIZE + i, middle)
-    tl.store(parts_ptr + 2 * SIZE + i, low)
-
-
-def three_parts():
-    """float32 as three bfloat16: the sum is exact, whatever the exponent."""
-    x = torch.randn(256) * 2.0 ** torch.randint(-90, 120, (256,))
-    x[:4] = torch.tensor([0.0, 3.4028234e38, -1.0, 1 + 2.0**-23])
-    parts = torch.empty(3, 256, dtype=torch.bfloat16)
-    _split[(1,)](x, parts, 256)
-    return [(parts.double().sum(0) - x.double()).abs().max().item()]
-
-
 def count_replays():
     from flashdig.kernels import replay
 
@@ -245,10 +184,6 @@ def main() -> None:
     found["vmap of grad"] = vmapped()
     found["kept"] = kept()
     found["replayed"] = replayed()
-    found |= {f"hidden by a bias, {kind}": hidden_by_a_bias(kind) for kind in ("bool", "float")}
-    found["few key heads"] = few_key_heads(packed=False)
-    found["few key heads, packed"] = few_key_heads(packed=True)
-    found["three parts"] = three_parts()
     json.dump(found, sys.stdout)
 
 

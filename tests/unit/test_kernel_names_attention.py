@@ -275,8 +275,8 @@ OUR_KERNELS = {
         "head_dim 192 (v: 128), tile 64x16, not causal, on tensor cores.",
     ),
     "flashdig_backward_dq_fp32_d128_m16n16_causal_varlen_sinks": (
-        *("attention_backward", "backward", "float32", (16, 16), 128, True, True),
-        "backward, dq, fp32, head_dim 128, tile 16x16, causal, packed, sinks, on tensor cores",
+        *("attention_backward", "backward", "float32", (16, 16), 128, False, True),
+        "backward, dq, fp32, head_dim 128, tile 16x16, causal, packed, sinks, on CUDA cores",
     ),
     "flashdig_backward_dkdv_fp16_d64_m32n64_window_softcap_alibi_dropout_bias": (
         *("attention_backward", "backward", "float16", (32, 64), 64, True, None),

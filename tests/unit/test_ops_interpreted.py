@@ -20,11 +20,6 @@ CASES = (
     "vmap of grad",
     "kept",
     "replayed",
-    "hidden by a bias, bool",
-    "hidden by a bias, float",
-    "few key heads",
-    "few key heads, packed",
-    "three parts",
 )
 
 

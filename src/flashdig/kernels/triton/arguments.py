@@ -164,13 +164,7 @@ class Call:
         return str(self.q.dtype).removeprefix("torch.")
 
     def input_precision(self) -> str:
-        """How the kernels multiply; see `products`."""
-        if not self.natural:
-            return "ieee"
-        if self.allow_tf32:
-            return "tf32"
-        # Triton's interpreter multiplies bfloat16 wrongly
-        return "ieee" if self.q.device.type == "cpu" else "bf16x6"
+        return "tf32" if self.allow_tf32 and self.q.dtype == torch.float32 else "ieee"
 
     def score_numbers(self) -> dict[str, float | int]:
         """Window, score factors and dropout as numbers for the kernel."""
@@ -199,28 +193,11 @@ class Call:
             "seqlen_k": self.seqlen_k,
         }
 
-    def _bias_steps(self) -> tuple[int, ...]:
-        """The bias's strides, 0 in dimensions that it is broadcast in."""
-        if self.bias is None:
-            return (0, 0, 0, 0)
-        shape, stride = self.bias.shape, self.bias.stride()
-        return tuple(s if n > 1 else 0 for n, s in zip(shape, stride, strict=True))
-
-    def bias_unit(self) -> int:
-        """Elements that rows of the bias and all of its strides are multiples of, 16 bytes' worth;
-        0 where there is no such unit."""
-        if self.bias is None:
-            return 0
-        *steps, step = self._bias_steps()
-        unit = 16 // self.bias.element_size()
-        whole = step == 1 and all(s % unit == 0 for s in (*steps, self.seqlen_k))
-        return unit if whole else 0
-
     def bias_strides(self) -> dict[str, int]:
-        strides = self._bias_steps()
-        unit = self.bias_unit()
-        if unit:
-            strides = (*(stride // unit for stride in strides[:3]), 1)
+        strides = (0, 0, 0, 0)
+        if self.bias is not None:
+            shape, stride = self.bias.shape, self.bias.stride()
+            strides = tuple(s if n > 1 else 0 for n, s in zip(shape, stride, strict=True))
         slopes = self.alibi_slopes
         names = ("stride_bias_b", "stride_bias_h", "stride_bias_m", "stride_bias_n")
         return {
@@ -244,7 +221,6 @@ class Call:
             "SOFTCAP": self.softcap > 0.0,
             "ALIBI": self.alibi_slopes is not None,
             "BIAS": bias,
-            "BIAS_UNIT": self.bias_unit(),
             "NATURAL": self.natural,
             "DROPOUT": self.dropout_p > 0.0,
             "INPUT_PRECISION": self.input_precision(),
@@ -320,13 +296,10 @@ def tile_arguments(
 def walk_arguments(call: Call, config: TileConfig, **others: torch.Tensor) -> dict[str, Any]:
     """`tile_arguments` of a kernel that walks tiles in a pipelined loop."""
     block = max(config.block_m, config.block_n)
-    stages = config.num_stages
-    if call.bias is not None:  # tiles of a bias wider than the operands take the place of a stage
-        stages = max(1, stages + 1 - max(1, call.bias.element_size() // call.q.element_size()))
     return {
         **tile_arguments(call, config.block_m, config.block_n, **others),
         "WIDE": is_wide(block, call.q, call.k, call.v, *others.values()),
-        "NUM_STAGES": stages,
+        "NUM_STAGES": config.num_stages,
     }
 
 

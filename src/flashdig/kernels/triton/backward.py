@@ -13,7 +13,7 @@ import torch
 import triton
 
 from flashdig.kernels.choose import Pass, TileConfig, choose_tile
-from flashdig.kernels.launch import Launch, allocation, multiprocessors
+from flashdig.kernels.launch import Launch, allocation
 from flashdig.kernels.plans import Plan
 from flashdig.kernels.replay import Steps
 from flashdig.kernels.triton import backward_bias, backward_delta
@@ -39,14 +39,8 @@ from flashdig.kernels.triton.backward_dq import flashdig_backward_dq
 Wanted = tuple[bool, bool, bool, bool, bool]
 # blocks that fill a large GPU; a bias gradient with fewer tiles is cut into parts
 BIAS_PROGRAMS = 512
-# wider heads leave no registers for both accumulators: dK and dV are made in two launches; float32
-# on tensor cores keeps each product apart from its accumulator
+# wider heads leave no registers for both accumulators: dK and dV are made in two launches
 APART_ABOVE = 128
-APART_ABOVE_FLOAT32 = 64
-# blocks of dK and dV for each multiprocessor, below which the heads of a group are dealt out
-KEY_BLOCKS_EACH = 4
-# in the interpreter, and for tensors without memory
-MULTIPROCESSORS_ELSEWHERE = 8
 
 
 def attention_backward(
@@ -150,36 +144,22 @@ class _BackwardPlan:
     ) -> None:
         device = call.q.device
         self._packed = call.packed
-        # each makes dK, dV or both
-        passes = [("dk", "dv")] if _together(call) else [("dk",), ("dv",)]
-        want = {"dk": wanted[1], "dv": wanted[2]}
-        made = [tuple(name for name in names if want[name]) for names in passes]
-        tiles = {
-            names: _tile(call, _pass_of(names), configs.get(_pass_of(names)))
-            for names in made
-            if names
-        }
-        self._parts = max((_parts(call, tile) for tile in tiles.values()), default=1)
-        self._dtype = call.k.dtype
-        keys_dtype = call.k.dtype if self._parts == 1 else torch.float32
-        parts = () if self._parts == 1 else (self._parts,)
-        makes = (
-            allocation(call.q.shape, call.q.dtype, device),
-            allocation((*parts, *call.k.shape), keys_dtype, device),
-            allocation((*parts, *call.v.shape), keys_dtype, device),
-        )
         self._make = tuple(
-            make if want else _nothing for make, want in zip(makes, wanted[:3], strict=True)
+            allocation(x.shape, x.dtype, device) if want else _nothing
+            for x, want in zip((call.q, call.k, call.v), wanted[:3], strict=True)
         )
         self._make_delta = allocation(call.lse_shape, torch.float32, device)
         self._boolean = call.bias is not None and call.bias.dtype == torch.bool
         self._delta = _delta_launch(call, out, grad_out, grad_lse)
         self._dq = _dq_launch(call, grad_out, configs.get("dq")) if wanted[0] else None
-        self._dkdv = [
-            (_dkdv_launch(call, grad_out, tile, self._parts, *flags), *flags)
-            for names, tile in tiles.items()
-            for flags in [("dk" in names, "dv" in names)]
-        ]
+        # each makes dK, dV or both
+        self._dkdv: list[tuple[Launch, bool, bool]] = []
+        want_dk, want_dv = wanted[1:3]
+        together = max(call.head_dim, call.head_dim_v) <= APART_ABOVE
+        for dk, dv in [(True, True)] if together else [(True, False), (False, True)]:
+            made = (dk and want_dk, dv and want_dv)
+            if any(made):
+                self._dkdv.append((_dkdv_launch(call, grad_out, configs, *made), *made))
         bias = call.bias
         self._dbias: tuple[Launch, tuple[int, ...]] | None = None
         if wanted[3] and bias is not None and bias.dtype != torch.bool:
@@ -187,7 +167,7 @@ class _BackwardPlan:
         self._want_dsinks = wanted[4]
         # where nothing but its launches writes gradients, and all three are wanted
         self.makes: tuple[Callable[[], torch.Tensor], ...] = ()
-        plain = not (call.packed or self._dbias or self._want_dsinks or self._parts > 1)
+        plain = not (call.packed or self._dbias or self._want_dsinks)
         if plain and all(wanted[:3]):
             self.makes = (*self._make, self._make_delta)
 
@@ -197,8 +177,6 @@ class _BackwardPlan:
             launch(*arguments)
         bias, sinks, lse = tensors[5], tensors[7], tensors[-1]
         dq, dk, dv, delta = made
-        if self._parts > 1:
-            dk, dv = (None if x is None else x.sum(0).to(self._dtype) for x in (dk, dv))
         dbias = dsinks = None
         if self._dbias is not None and bias is not None:
             launch, shape = self._dbias
@@ -301,46 +279,24 @@ def _dq_launch(call: Call, grad_out: torch.Tensor, config: TileConfig | None) ->
     )
 
 
-def _together(call: Call) -> bool:
-    """Whether one launch makes both dK and dV."""
-    bound = APART_ABOVE_FLOAT32 if call.input_precision() == "bf16x6" else APART_ABOVE
-    return max(call.head_dim, call.head_dim_v) <= bound
-
-
-def _pass_of(names: tuple[str, ...]) -> Pass:
-    return "dkdv" if len(names) == 2 else "dk" if names == ("dk",) else "dv"
-
-
-def _key_blocks(call: Call, config: TileConfig) -> int:
-    return call.key_slots(config.block_n) * call.num_heads_kv * call.sequences_in_grid()
-
-
-def _parts(call: Call, config: TileConfig) -> int:
-    """Blocks that share the heads of a group: the fewest that fill the GPU and divide the group."""
-    group = call.num_heads // call.num_heads_kv
-    enough = KEY_BLOCKS_EACH * multiprocessors(call.q.device, MULTIPROCESSORS_ELSEWHERE)
-    blocks = _key_blocks(call, config)
-    divisors = (n for n in range(1, group) if group % n == 0)
-    return next((n for n in divisors if n * blocks >= enough), group)
-
-
 def _dkdv_launch(
     call: Call,
     grad_out: torch.Tensor,
-    config: TileConfig,
-    parts: int,
+    configs: dict[Pass, TileConfig],
     make_dk: bool,
     make_dv: bool,
 ) -> Launch:
+    pass_: Pass = "dkdv" if make_dk and make_dv else "dk" if make_dk else "dv"
+    config = _tile(call, pass_, configs.get(pass_))
     dk = _gradient_of(call.k) if make_dk else call.k
     dv = _gradient_of(call.v) if make_dv else call.v
+    programs = call.key_slots(config.block_n) * call.num_heads_kv * call.sequences_in_grid()
     return Launch(
         flashdig_backward_dkdv,
-        check_grid(_key_blocks(call, config) * parts),
+        check_grid(programs),
         {
             **walk_arguments(call, config, do=grad_out, dk=dk, dv=dv),
             "softmax_scale": call.softmax_scale,
-            "parts": parts,
             "WANT_DK": make_dk,
             "WANT_DV": make_dv,
         },
@@ -368,8 +324,6 @@ def _dbias_launch(
         check_grid(tiles * parts),
         {
             **tile_arguments(call, block, block, do=grad_out),
-            # its tiles leave no registers for float32 operands in parts
-            "INPUT_PRECISION": "tf32" if call.input_precision() == "tf32" else "ieee",
             "bias_batch": bias.shape[0],
             "bias_heads": bias.shape[1],
             "parts": parts,

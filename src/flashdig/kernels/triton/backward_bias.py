@@ -88,7 +88,6 @@ def flashdig_backward_bias(
     SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr,
     BIAS: tl.constexpr,
-    BIAS_UNIT: tl.constexpr,
     NATURAL: tl.constexpr,
     DROPOUT: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
@@ -182,8 +181,7 @@ def flashdig_backward_bias(
                 lse[:, None],
                 offs_m[:, None],
                 offs_n[None, :],
-                bias_ptr
-                + (batch_row * stride_bias_b + head_row * stride_bias_h) * max(BIAS_UNIT, 1),
+                bias_ptr + batch_row * stride_bias_b + head_row * stride_bias_h,
                 stride_bias_m,
                 stride_bias_n,
                 alibi_slope,
@@ -200,9 +198,6 @@ def flashdig_backward_bias(
                 ALIBI,
                 BIAS,
                 NATURAL,
-                True,
-                seqlen_k,
-                BIAS_UNIT,
                 True,
             )
             dprobs = tl.dot(dout, tl.trans(v), input_precision=INPUT_PRECISION)

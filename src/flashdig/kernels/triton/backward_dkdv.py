@@ -1,18 +1,13 @@
 """dK and dV in portable Triton: one program per tile of keys of a KV head, walking the rows of
-every query head that shares it, so that their gradients add up in registers, in float32.
-
-Where that leaves multiprocessors idle, `parts` programs share a tile's heads, and each writes a
-float32 part of the gradient; torch adds them, in the same order in every run.
-"""
+every query head that shares it, so that their gradients add up in registers, in float32."""
 
 import triton
 import triton.language as tl
 
 from flashdig.kernels.primitives import round_to_tf32
 from flashdig.kernels.triton.arguments import UNSPECIALIZED, kernel_name
-from flashdig.kernels.triton.products import add_product, product
 from flashdig.kernels.triton.recompute import keep_factors, probabilities
-from flashdig.kernels.triton.score_terms import LOG2_E, any_not_finite
+from flashdig.kernels.triton.score_terms import LOG2_E
 from flashdig.kernels.triton.sequences import (
     find_sequence,
     first_slot,
@@ -71,8 +66,6 @@ def _add_row_tiles(
     NATURAL: tl.constexpr,
     DROPOUT: tl.constexpr,
     MASKED: tl.constexpr,
-    BIAS_UNIT: tl.constexpr,
-    CAREFUL: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
     WANT_DK: tl.constexpr,
     WANT_DV: tl.constexpr,
@@ -114,9 +107,9 @@ def _add_row_tiles(
             q, dout = round_to_tf32(q), round_to_tf32(dout)
 
         # [BLOCK_N, BLOCK_D] @ [BLOCK_D, BLOCK_M] -> [BLOCK_N, BLOCK_M]
-        products = product(k, tl.trans(q), INPUT_PRECISION)
+        products = tl.dot(k, tl.trans(q), input_precision=INPUT_PRECISION)
         if WANT_DK:  # before the exponentials, so that the tensor cores work while they are taken
-            dprobs = product(v, tl.trans(dout), INPUT_PRECISION)
+            dprobs = tl.dot(v, tl.trans(dout), input_precision=INPUT_PRECISION)
         probs, visible, slope = probabilities(
             products,
             (lse * UNITS)[None, :],
@@ -140,11 +133,8 @@ def _add_row_tiles(
             BIAS,
             NATURAL,
             MASKED,
-            seqlen_k,
-            BIAS_UNIT,
-            CAREFUL,
         )
-        if CAREFUL:  # a row that the bias leaves no key here may hold anything
+        if BIAS != "none":  # a row that the bias leaves no key here may hold anything
             live = tl.max(visible.to(tl.int32), 0) > 0
             q = tl.where(live[:, None], q, 0.0).to(q.dtype)
             dout = tl.where(live[:, None], dout, 0.0).to(dout.dtype)
@@ -169,20 +159,20 @@ def _add_row_tiles(
             if INPUT_PRECISION == "tf32":
                 kept = round_to_tf32(kept)
             # [BLOCK_N, BLOCK_M] @ [BLOCK_M, BLOCK_DV] -> [BLOCK_N, BLOCK_DV]
-            dv = add_product(kept.to(dout.dtype), dout, dv, INPUT_PRECISION)
+            dv = tl.dot(kept.to(dout.dtype), dout, dv, input_precision=INPUT_PRECISION)
         if WANT_DK:
             dscores = probs * (dprobs - delta[None, :])
             if SOFTCAP:
                 dscores *= slope
-            if MASKED or CAREFUL:
+            if MASKED or BIAS != "none":
                 dscores = tl.where(visible, dscores, 0.0)
             if INPUT_PRECISION == "tf32":
                 dscores = round_to_tf32(dscores)
-            dk = add_product(dscores.to(q.dtype), q, dk, INPUT_PRECISION)
+            dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision=INPUT_PRECISION)
     return dk, dv
 
 
-@triton.jit(repr=kernel_name("flashdig_backward_dkdv"), do_not_specialize=[*UNSPECIALIZED, "parts"])
+@triton.jit(repr=kernel_name("flashdig_backward_dkdv"), do_not_specialize=UNSPECIALIZED)
 def flashdig_backward_dkdv(
     q_ptr,
     k_ptr,
@@ -235,7 +225,6 @@ def flashdig_backward_dkdv(
     softmax_scale,
     dropout_threshold,
     dropout_scale,
-    parts,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -249,7 +238,6 @@ def flashdig_backward_dkdv(
     SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr,
     BIAS: tl.constexpr,
-    BIAS_UNIT: tl.constexpr,
     NATURAL: tl.constexpr,
     DROPOUT: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
@@ -266,8 +254,7 @@ def flashdig_backward_dkdv(
         # seqlen_q and seqlen_k are the totals
         total_k = seqlen_k
         slots = total_k // BLOCK_N + batch
-        part = program // slots % parts
-        head_kv = program // (slots * parts)
+        head_kv = program // slots
         slot = program % slots
         sequence = find_sequence(cu_seqlens_k_ptr, slot, batch, total_k, BLOCK_N)
         start_n = (slot - first_slot(cu_seqlens_k_ptr, sequence, total_k, BLOCK_N)) * BLOCK_N
@@ -277,19 +264,15 @@ def flashdig_backward_dkdv(
             return
     else:
         slots = tl.cdiv(seqlen_k, BLOCK_N)
-        sequence = program // (slots * parts * num_heads_kv)
-        head_kv = program // (slots * parts) % num_heads_kv
-        part = program // slots % parts
+        sequence = program // (slots * num_heads_kv)
+        head_kv = program // slots % num_heads_kv
         start_n = (program % slots) * BLOCK_N
         first_q = program * 0
         first_k = program * 0
     kv_head = head_kv.to(tl.int64)
     batch_row = sequence.to(tl.int64)
-    out_row = part.to(tl.int64)  # of gradients: as if parts were batches of their own
     if PACKED:
         batch_row = batch_row * 0
-    else:
-        out_row = out_row * batch + batch_row
     if WIDE:
         stride_qm = stride_qm.to(tl.int64)
         stride_kn = stride_kn.to(tl.int64)
@@ -303,11 +286,8 @@ def flashdig_backward_dkdv(
     dout_ptr += (batch_row * stride_dob + first_q * stride_dom) * UNIT
     k_ptr += (batch_row * stride_kb + kv_head * stride_kh + first_k * stride_kn) * UNIT
     v_ptr += (batch_row * stride_vb + kv_head * stride_vh + first_k * stride_vn) * UNIT
-    dk_ptr += (out_row * stride_dkb + kv_head * stride_dkh + first_k * stride_dkn) * UNIT
-    dv_ptr += (out_row * stride_dvb + kv_head * stride_dvh + first_k * stride_dvn) * UNIT
-    if PACKED:  # a packed tensor has no batch stride
-        dk_ptr += out_row * total_k * stride_dkn * UNIT
-        dv_ptr += out_row * total_k * stride_dvn * UNIT
+    dk_ptr += (batch_row * stride_dkb + kv_head * stride_dkh + first_k * stride_dkn) * UNIT
+    dv_ptr += (batch_row * stride_dvb + kv_head * stride_dvh + first_k * stride_dvn) * UNIT
 
     UNITS: tl.constexpr = 1.0 if NATURAL else LOG2_E
     offset = seqlen_k - seqlen_q
@@ -342,88 +322,73 @@ def flashdig_backward_dkdv(
     tiles_before = (full_begin - begin) // BLOCK_M
     full_tiles = (full_end - full_begin) // BLOCK_M
     tiles_after = tl.maximum(tl.cdiv(end - full_end, BLOCK_M), 0)
-    first_head = head_kv * group_size + part * (group_size // parts)
-    heads = group_size // parts
-    for attempt in tl.static_range(2 if BIAS != "none" else 1):
-        if attempt == 1:
-            # a row that the bias leaves no key here may hold anything: 0 * NaN is found here
-            again = any_not_finite(dk) | any_not_finite(dv)
-            dk = tl.where(again, 0.0, dk)
-            dv = tl.where(again, 0.0, dv)
-            heads = tl.where(again, heads, 0)
-            tiles_before += full_tiles + tiles_after
-            tiles_after = 0
-        for member in range(0, heads):
-            head = first_head + member
-            head_row = head.to(tl.int64)
-            if PACKED:
-                row_statistics = head_row * total_q + first_q
-            else:
-                row_statistics = (batch_row * num_heads + head_row) * total_q
-            head_bias_ptr = bias_ptr
-            if BIAS != "none":
-                head_bias_ptr = bias_ptr + (
-                    batch_row * stride_bias_b + head_row * stride_bias_h
-                ) * max(BIAS_UNIT, 1)
-            alibi_slope = 0.0
-            if ALIBI:
-                alibi_slope = tl.load(slopes_ptr + sequence * stride_slopes_b + head) * UNITS
-            for masked in tl.static_range(attempt, 2):
-                dk, dv = _add_row_tiles(
-                    dk,
-                    dv,
-                    k,
-                    v,
-                    q_ptr + head_row * stride_qh * UNIT,
-                    dout_ptr + head_row * stride_doh * UNIT,
-                    lse_ptr + row_statistics,
-                    delta_ptr + row_statistics,
-                    head_bias_ptr,
-                    stride_qm * UNIT,
-                    stride_dom * UNIT,
-                    stride_bias_m,
-                    stride_bias_n,
-                    alibi_slope,
-                    seed,
-                    dropout_threshold,
-                    dropout_scale,
-                    sequence,
-                    head,
-                    start_n,
-                    begin if masked else full_begin,
-                    tiles_before + tiles_after if masked else full_tiles,
-                    tiles_before,
-                    full_end - full_begin,
-                    row_begin,
-                    row_end,
-                    seqlen_q,
-                    seqlen_k,
-                    offset,
-                    left,
-                    right,
-                    score_factor,
-                    softcap_units,
-                    HEAD_DIM,
-                    HEAD_DIM_V,
-                    BLOCK_D,
-                    BLOCK_DV,
-                    BLOCK_M,
-                    BLOCK_N,
-                    LEFT,
-                    RIGHT,
-                    SOFTCAP,
-                    ALIBI,
-                    BIAS,
-                    NATURAL,
-                    DROPOUT,
-                    masked == 1,
-                    BIAS_UNIT,
-                    attempt == 1,
-                    INPUT_PRECISION,
-                    WANT_DK,
-                    WANT_DV,
-                    1 if masked else NUM_STAGES,
-                )
+    for member in range(0, group_size):
+        head = head_kv * group_size + member
+        head_row = head.to(tl.int64)
+        if PACKED:
+            row_statistics = head_row * total_q + first_q
+        else:
+            row_statistics = (batch_row * num_heads + head_row) * total_q
+        head_bias_ptr = bias_ptr
+        if BIAS != "none":
+            head_bias_ptr = bias_ptr + batch_row * stride_bias_b + head_row * stride_bias_h
+        alibi_slope = 0.0
+        if ALIBI:
+            alibi_slope = tl.load(slopes_ptr + sequence * stride_slopes_b + head) * UNITS
+        for masked in tl.static_range(2):
+            dk, dv = _add_row_tiles(
+                dk,
+                dv,
+                k,
+                v,
+                q_ptr + head_row * stride_qh * UNIT,
+                dout_ptr + head_row * stride_doh * UNIT,
+                lse_ptr + row_statistics,
+                delta_ptr + row_statistics,
+                head_bias_ptr,
+                stride_qm * UNIT,
+                stride_dom * UNIT,
+                stride_bias_m,
+                stride_bias_n,
+                alibi_slope,
+                seed,
+                dropout_threshold,
+                dropout_scale,
+                sequence,
+                head,
+                start_n,
+                begin if masked else full_begin,
+                tiles_before + tiles_after if masked else full_tiles,
+                tiles_before,
+                full_end - full_begin,
+                row_begin,
+                row_end,
+                seqlen_q,
+                seqlen_k,
+                offset,
+                left,
+                right,
+                score_factor,
+                softcap_units,
+                HEAD_DIM,
+                HEAD_DIM_V,
+                BLOCK_D,
+                BLOCK_DV,
+                BLOCK_M,
+                BLOCK_N,
+                LEFT,
+                RIGHT,
+                SOFTCAP,
+                ALIBI,
+                BIAS,
+                NATURAL,
+                DROPOUT,
+                masked == 1,
+                INPUT_PRECISION,
+                WANT_DK,
+                WANT_DV,
+                1 if masked else NUM_STAGES,
+            )
 
     if WANT_DK:
         tl.store(

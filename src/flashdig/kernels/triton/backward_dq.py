@@ -5,9 +5,8 @@ import triton.language as tl
 
 from flashdig.kernels.primitives import round_to_tf32
 from flashdig.kernels.triton.arguments import UNSPECIALIZED, kernel_name
-from flashdig.kernels.triton.products import add_product, product
 from flashdig.kernels.triton.recompute import keep_factors, probabilities
-from flashdig.kernels.triton.score_terms import LOG2_E, any_not_finite
+from flashdig.kernels.triton.score_terms import LOG2_E
 from flashdig.kernels.triton.sequences import (
     key_phases,
     rows_of_program,
@@ -41,7 +40,6 @@ def _add_key_tiles(
     key_begin,
     key_end,
     seqlen_q,
-    seqlen_k,
     offset,
     left,
     right,
@@ -61,8 +59,6 @@ def _add_key_tiles(
     NATURAL: tl.constexpr,
     DROPOUT: tl.constexpr,
     MASKED: tl.constexpr,
-    BIAS_UNIT: tl.constexpr,
-    CAREFUL: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
@@ -90,9 +86,9 @@ def _add_key_tiles(
             k, v = round_to_tf32(k), round_to_tf32(v)
 
         # [BLOCK_M, BLOCK_D] @ [BLOCK_D, BLOCK_N] -> [BLOCK_M, BLOCK_N]
-        products = product(q, tl.trans(k), INPUT_PRECISION)
+        products = tl.dot(q, tl.trans(k), input_precision=INPUT_PRECISION)
         # before the exponentials, so that the tensor cores work while they are taken
-        dprobs = product(dout, tl.trans(v), INPUT_PRECISION)
+        dprobs = tl.dot(dout, tl.trans(v), input_precision=INPUT_PRECISION)
         probs, visible, slope = probabilities(
             products,
             lse[:, None],
@@ -116,9 +112,6 @@ def _add_key_tiles(
             BIAS,
             NATURAL,
             MASKED,
-            seqlen_k,
-            BIAS_UNIT,
-            CAREFUL,
         )
         if DROPOUT:
             dprobs *= keep_factors(
@@ -136,15 +129,15 @@ def _add_key_tiles(
         dscores = probs * (dprobs - delta[:, None])
         if SOFTCAP:
             dscores *= slope
-        if MASKED or CAREFUL:
+        if MASKED or BIAS != "none":
             dscores = tl.where(visible, dscores, 0.0)
-        if CAREFUL:  # a key that the bias hides from every row may hold anything
+        if BIAS != "none":  # a key that the bias hides from every row may hold anything
             seen = tl.max(visible.to(tl.int32), 0) > 0
             k = tl.where(seen[:, None], k, 0.0).to(k.dtype)
         if INPUT_PRECISION == "tf32":
             dscores = round_to_tf32(dscores)
         # [BLOCK_M, BLOCK_N] @ [BLOCK_N, BLOCK_D] -> [BLOCK_M, BLOCK_D]
-        dq = add_product(dscores.to(k.dtype), k, dq, INPUT_PRECISION)
+        dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision=INPUT_PRECISION)
     return dq
 
 
@@ -210,7 +203,6 @@ def flashdig_backward_dq(
     SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr,
     BIAS: tl.constexpr,
-    BIAS_UNIT: tl.constexpr,
     NATURAL: tl.constexpr,
     DROPOUT: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
@@ -255,7 +247,7 @@ def flashdig_backward_dq(
     dout_ptr += (batch_row * stride_dob + head_row * stride_doh + first_q * stride_dom) * UNIT
     dq_ptr += (batch_row * stride_dqb + head_row * stride_dqh + first_q * stride_dqm) * UNIT
     if BIAS != "none":
-        bias_ptr += (batch_row * stride_bias_b + head_row * stride_bias_h) * max(BIAS_UNIT, 1)
+        bias_ptr += batch_row * stride_bias_b + head_row * stride_bias_h
 
     UNITS: tl.constexpr = 1.0 if NATURAL else LOG2_E
     offset = seqlen_k - seqlen_q
@@ -293,67 +285,57 @@ def flashdig_backward_dq(
         start_m, end_m, seqlen_k, offset, left, right, BLOCK_N, LEFT, RIGHT
     )
     key_begin, key_end = seen_keys(seqlen_q, seqlen_k, offset, left, right, LEFT, RIGHT)
-    for attempt in tl.static_range(2 if BIAS != "none" else 1):
-        if attempt == 1:
-            # a key that the bias hides from every row may hold anything: 0 * NaN is found here
-            again = any_not_finite(dq)
-            dq = tl.where(again, 0.0, dq)
-            full_end = begin
-            end = tl.where(again, end, begin)
-        for phase in tl.static_range(3):
-            if (phase != 0 or LEFT) and (phase == 2 or attempt == 0):
-                phase_begin = begin if phase == 0 else (full_begin if phase == 1 else full_end)
-                phase_end = full_begin if phase == 0 else (full_end if phase == 1 else end)
-                dq = _add_key_tiles(
-                    dq,
-                    q,
-                    dout,
-                    lse,
-                    delta,
-                    k_ptr,
-                    v_ptr,
-                    bias_ptr,
-                    stride_kn * UNIT,
-                    stride_vn * UNIT,
-                    stride_bias_m,
-                    stride_bias_n,
-                    alibi_slope,
-                    seed,
-                    dropout_threshold,
-                    dropout_scale,
-                    sequence,
-                    head,
-                    start_m,
-                    phase_begin,
-                    phase_end,
-                    key_begin,
-                    key_end,
-                    seqlen_q,
-                    seqlen_k,
-                    offset,
-                    left,
-                    right,
-                    score_factor,
-                    softcap_units,
-                    HEAD_DIM,
-                    HEAD_DIM_V,
-                    BLOCK_D,
-                    BLOCK_DV,
-                    BLOCK_M,
-                    BLOCK_N,
-                    LEFT,
-                    RIGHT,
-                    SOFTCAP,
-                    ALIBI,
-                    BIAS,
-                    NATURAL,
-                    DROPOUT,
-                    phase != 1,
-                    BIAS_UNIT,
-                    attempt == 1,
-                    INPUT_PRECISION,
-                    1 if attempt else NUM_STAGES,
-                )
+    for phase in tl.static_range(3):
+        if phase != 0 or LEFT:
+            phase_begin = begin if phase == 0 else (full_begin if phase == 1 else full_end)
+            phase_end = full_begin if phase == 0 else (full_end if phase == 1 else end)
+            dq = _add_key_tiles(
+                dq,
+                q,
+                dout,
+                lse,
+                delta,
+                k_ptr,
+                v_ptr,
+                bias_ptr,
+                stride_kn * UNIT,
+                stride_vn * UNIT,
+                stride_bias_m,
+                stride_bias_n,
+                alibi_slope,
+                seed,
+                dropout_threshold,
+                dropout_scale,
+                sequence,
+                head,
+                start_m,
+                phase_begin,
+                phase_end,
+                key_begin,
+                key_end,
+                seqlen_q,
+                offset,
+                left,
+                right,
+                score_factor,
+                softcap_units,
+                HEAD_DIM,
+                HEAD_DIM_V,
+                BLOCK_D,
+                BLOCK_DV,
+                BLOCK_M,
+                BLOCK_N,
+                LEFT,
+                RIGHT,
+                SOFTCAP,
+                ALIBI,
+                BIAS,
+                NATURAL,
+                DROPOUT,
+                phase != 1,
+                INPUT_PRECISION,
+                NUM_STAGES,
+            )
 
     tl.store(
         dq_ptr + rows[:, None] * (stride_dqm * UNIT) + offs_d[None, :],

@@ -10,11 +10,9 @@ import triton.language as tl
 
 from flashdig.kernels.primitives import round_to_tf32
 from flashdig.kernels.triton.arguments import UNSPECIALIZED, kernel_name
-from flashdig.kernels.triton.products import add_product, product
 from flashdig.kernels.triton.score_terms import (
     LN_2,
     LOG2_E,
-    any_not_finite,
     exp_units,
     final_scores,
     keep_tile,
@@ -50,7 +48,6 @@ def _attend_tiles(
     key_begin,
     key_end,
     seqlen_q,
-    seqlen_k,
     offset,
     left,
     right,
@@ -70,8 +67,6 @@ def _attend_tiles(
     NATURAL: tl.constexpr,
     DROPOUT: tl.constexpr,
     MASKED: tl.constexpr,
-    BIAS_UNIT: tl.constexpr,
-    CAREFUL: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
@@ -96,7 +91,7 @@ def _attend_tiles(
             k = round_to_tf32(k)
 
         # [BLOCK_M, BLOCK_D] @ [BLOCK_D, BLOCK_N] -> [BLOCK_M, BLOCK_N]
-        products = product(q, tl.trans(k), INPUT_PRECISION)
+        products = tl.dot(q, tl.trans(k), input_precision=INPUT_PRECISION)
         scores, visible, _slope = final_scores(
             products,
             i,
@@ -119,11 +114,8 @@ def _attend_tiles(
             BIAS,
             NATURAL,
             MASKED,
-            seqlen_k,
-            BIAS_UNIT,
-            CAREFUL,
         )
-        if MASKED or CAREFUL:
+        if MASKED or BIAS != "none":
             scores = tl.where(visible, scores, float("-inf"))
 
         new_max = tl.maximum(row_max, tl.max(scores, 1))
@@ -147,13 +139,13 @@ def _attend_tiles(
             v = tl.load(v_ptrs, mask=v_inside, other=0.0)
         else:
             v = tl.load(v_ptrs)
-        if CAREFUL:  # a key that the bias hides from every row may hold anything
+        if BIAS != "none":  # a key that the bias hides from every row may hold anything
             seen = tl.max(visible.to(tl.int32), 0) > 0
             v = tl.where(seen[:, None], v, 0.0).to(v.dtype)
         if INPUT_PRECISION == "tf32":
             probs, v = round_to_tf32(probs), round_to_tf32(v)
         # [BLOCK_M, BLOCK_N] @ [BLOCK_N, BLOCK_DV] -> [BLOCK_M, BLOCK_DV]
-        out = add_product(probs.to(v.dtype), v, out, INPUT_PRECISION)
+        out = tl.dot(probs.to(v.dtype), v, out, input_precision=INPUT_PRECISION)
     return out, row_max, row_sum
 
 
@@ -213,7 +205,6 @@ def flashdig_forward(
     SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr,
     BIAS: tl.constexpr,
-    BIAS_UNIT: tl.constexpr,
     NATURAL: tl.constexpr,
     SINKS: tl.constexpr,
     DROPOUT: tl.constexpr,
@@ -255,9 +246,7 @@ def flashdig_forward(
     v_ptr += (batch_row * stride_vb + head_kv * stride_vh + first_k * stride_vn) * UNIT
     out_ptr += (batch_row * stride_ob + head * stride_oh.to(tl.int64) + first_q * stride_om) * UNIT
     if BIAS != "none":
-        bias_ptr += (batch_row * stride_bias_b + head.to(tl.int64) * stride_bias_h) * max(
-            BIAS_UNIT, 1
-        )
+        bias_ptr += batch_row * stride_bias_b + head.to(tl.int64) * stride_bias_h
 
     UNITS: tl.constexpr = 1.0 if NATURAL else LOG2_E
     offset = seqlen_k - seqlen_q
@@ -295,68 +284,55 @@ def flashdig_forward(
         start_m, end_m, seqlen_k, offset, left, right, BLOCK_N, LEFT, RIGHT
     )
     key_begin, key_end = seen_keys(seqlen_q, seqlen_k, offset, left, right, LEFT, RIGHT)
-    first_max, first_sum = row_max, row_sum
-    for attempt in tl.static_range(2 if BIAS != "none" else 1):
-        if attempt == 1:
-            # a key that the bias hides from every row may hold anything: 0 * NaN is found here
-            again = any_not_finite(out)
-            out = tl.where(again, 0.0, out)
-            row_max = tl.where(again, first_max, row_max)
-            row_sum = tl.where(again, first_sum, row_sum)
-            full_end = begin
-            end = tl.where(again, end, begin)
-        for phase in tl.static_range(3):
-            if (phase != 0 or LEFT) and (phase == 2 or attempt == 0):
-                phase_begin = begin if phase == 0 else (full_begin if phase == 1 else full_end)
-                phase_end = full_begin if phase == 0 else (full_end if phase == 1 else end)
-                out, row_max, row_sum = _attend_tiles(
-                    out,
-                    row_max,
-                    row_sum,
-                    q,
-                    k_ptr,
-                    v_ptr,
-                    bias_ptr,
-                    stride_kn * UNIT,
-                    stride_vn * UNIT,
-                    stride_bias_m,
-                    stride_bias_n,
-                    alibi_slope,
-                    seed,
-                    dropout_threshold,
-                    sequence,
-                    head,
-                    start_m,
-                    phase_begin,
-                    phase_end,
-                    key_begin,
-                    key_end,
-                    seqlen_q,
-                    seqlen_k,
-                    offset,
-                    left,
-                    right,
-                    score_factor,
-                    softcap_units,
-                    HEAD_DIM,
-                    HEAD_DIM_V,
-                    BLOCK_D,
-                    BLOCK_DV,
-                    BLOCK_M,
-                    BLOCK_N,
-                    LEFT,
-                    RIGHT,
-                    SOFTCAP,
-                    ALIBI,
-                    BIAS,
-                    NATURAL,
-                    DROPOUT,
-                    phase != 1,
-                    BIAS_UNIT,
-                    attempt == 1,
-                    INPUT_PRECISION,
-                    1 if attempt else NUM_STAGES,
-                )
+    for phase in tl.static_range(3):
+        if phase != 0 or LEFT:
+            phase_begin = begin if phase == 0 else (full_begin if phase == 1 else full_end)
+            phase_end = full_begin if phase == 0 else (full_end if phase == 1 else end)
+            out, row_max, row_sum = _attend_tiles(
+                out,
+                row_max,
+                row_sum,
+                q,
+                k_ptr,
+                v_ptr,
+                bias_ptr,
+                stride_kn * UNIT,
+                stride_vn * UNIT,
+                stride_bias_m,
+                stride_bias_n,
+                alibi_slope,
+                seed,
+                dropout_threshold,
+                sequence,
+                head,
+                start_m,
+                phase_begin,
+                phase_end,
+                key_begin,
+                key_end,
+                seqlen_q,
+                offset,
+                left,
+                right,
+                score_factor,
+                softcap_units,
+                HEAD_DIM,
+                HEAD_DIM_V,
+                BLOCK_D,
+                BLOCK_DV,
+                BLOCK_M,
+                BLOCK_N,
+                LEFT,
+                RIGHT,
+                SOFTCAP,
+                ALIBI,
+                BIAS,
+                NATURAL,
+                DROPOUT,
+                phase != 1,
+                INPUT_PRECISION,
+                NUM_STAGES,
+            )
 
     divisor = tl.where(row_sum == 0.0, 1.0, row_sum)
     factor = 1.0 / divisor

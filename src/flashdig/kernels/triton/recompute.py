@@ -34,9 +34,6 @@ def probabilities(
     BIAS: tl.constexpr,
     NATURAL: tl.constexpr,
     MASKED: tl.constexpr,
-    seqlen_k=0,
-    BIAS_UNIT: tl.constexpr = 0,
-    CAREFUL: tl.constexpr = True,
 ):
     """(P, visible, d score / d scaled product) of a tile; lse, in units, broadcasts to it."""
     scores, visible, slope = final_scores(
@@ -61,12 +58,9 @@ def probabilities(
         BIAS,
         NATURAL,
         MASKED,
-        seqlen_k,
-        BIAS_UNIT,
-        CAREFUL,
     )
     probs = exp_units(scores - lse, NATURAL)
-    if MASKED or CAREFUL:
+    if MASKED or BIAS != "none":
         probs = tl.where(visible, probs, 0.0)
     return probs, visible, slope
 

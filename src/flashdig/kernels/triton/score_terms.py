@@ -22,12 +22,6 @@ def exp_units(x, NATURAL: tl.constexpr):
 
 
 @triton.jit
-def any_not_finite(x):
-    """Whether a tile holds NaN or Inf. One reduction: two make Triton 3.6 fail for sm_100."""
-    return tl.max((tl.abs(x) < float("inf")).to(tl.int32) ^ 1) > 0
-
-
-@triton.jit
 def capped(products, score_factor, softcap_units, SOFTCAP: tl.constexpr):
     """(scores in the kernel's units, their derivative by the scaled product in those units).
 
@@ -69,9 +63,6 @@ def final_scores(
     BIAS: tl.constexpr,
     NATURAL: tl.constexpr,
     MASKED: tl.constexpr,
-    seqlen_k=0,
-    BIAS_UNIT: tl.constexpr = 0,
-    CAREFUL: tl.constexpr = True,
 ):
     """(scores, visible, d score / d scaled product) of a tile of q.k, for forward and backward.
 
@@ -82,25 +73,16 @@ def final_scores(
         scores -= alibi_slope * tl.abs(i + offset - j).to(tl.float32)
     visible = (i < seqlen_q) & (j < key_end)
     if BIAS != "none":
-        if BIAS_UNIT:  # rows of whole vectors
-            offsets = i.to(tl.int64) * stride_bias_m * BIAS_UNIT + j
-            stored = (i < seqlen_q) & (j < seqlen_k // BIAS_UNIT * BIAS_UNIT)
-        else:
-            offsets = i.to(tl.int64) * stride_bias_m + j.to(tl.int64) * stride_bias_n
-            stored = visible
-        bias = tl.load(bias_ptr + offsets, mask=stored, other=0)
+        offsets = i.to(tl.int64) * stride_bias_m + j.to(tl.int64) * stride_bias_n
+        bias = tl.load(bias_ptr + offsets, mask=visible, other=0)
         if BIAS == "bool":
-            scores = tl.where(bias != 0, scores, float("-inf"))
-            if CAREFUL:
-                visible = visible & (bias != 0)
+            visible = visible & (bias != 0)
         else:
             bias = bias.to(tl.float32)
-            if NATURAL:
-                scores += bias
-            else:
-                scores += bias * LOG2_E
-            if CAREFUL:
-                visible = visible & (bias != float("-inf"))
+            if not NATURAL:
+                bias *= LOG2_E
+            visible = visible & (bias != float("-inf"))
+            scores += bias
     if MASKED:
         if LEFT:
             visible = visible & (j >= i + offset - left)

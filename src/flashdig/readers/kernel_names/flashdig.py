@@ -78,6 +78,8 @@ def _kernel(symbol: Symbol) -> KernelName | None:
     mask = {True: "causal", False: "not causal", None: "in a window"}[causal]
     head_dim = f"head_dim {found['d']}" + (f" (v: {found['v']})" if found["v"] else "")
     features = [_FEATURES[word] for word in found["features"].split("_") if word]
+    # float32 that is not TF32 is multiplied on the CUDA cores
+    tensor_cores = dtype != "float32"
     return KernelName(
         name=symbol.name,
         family="flashdig",
@@ -87,7 +89,7 @@ def _kernel(symbol: Symbol) -> KernelName | None:
         dtype=dtype,
         tile=tile,
         head_dim=int(found["d"]),
-        tensor_cores=True,
+        tensor_cores=tensor_cores,
         causal=causal,
         words=sentence(
             f"flashdig: attention {_GRADIENTS.get(found['what'], 'forward')}",
@@ -96,7 +98,7 @@ def _kernel(symbol: Symbol) -> KernelName | None:
             tile_words(tile),
             mask,
             *features,
-            tensor_core_words(True),
+            tensor_core_words(tensor_cores),
         ),
     )
 
