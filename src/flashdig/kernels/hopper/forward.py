@@ -247,11 +247,10 @@ def _consume(
         factor = _statistics(
             row_max, row_sums, rows, tile_rows, place, sizes, terms, lse_ptr, sinks_ptr
         )
+        following = receive(mail, count + 1, sizes)
         out = finished_output(out_started, p)
         release_blocks(values, done + steps - 1)
         pass_by(keys, values, done + steps, span.after, CONSUMER, TURNS)
-        # the producer sends the next place when all keys of this one are on their way
-        following = receive(mail, count + 1, sizes)
         next_done = done + steps + span.after
         if AHEAD:
             next_span = _span(sizes, following, terms, CONSUMER, CONSUMERS, BLOCK_N)
