@@ -40,15 +40,13 @@ _THREE_64 = Tile(3, 64, 4, 160, q_buffers=2, own_output=True)
 _TURNS_64 = Tile(3, 64, 4, 160, q_buffers=2, own_output=True, turns=True)
 _TWO_96 = Tile(2, 128, 2, 240, q_buffers=2, own_output=True)
 _TWO_128 = Tile(2, 64, 4, 240, q_buffers=2, own_output=True)
-_WIDE_128 = Tile(2, 128, 2, 240, own_output=True)
 _THREE_128 = Tile(3, 64, 4, 160, own_output=True)
 _BOTH_192_128 = Tile(2, 128, 2, 240)
 _BOTH_192 = Tile(2, 64, 3, 240)
 _BOTH_256 = Tile(2, 64, 2, 240)
 
 # (head_dim, head_dim_v), padded, and causality -> (query rows from which on, tile), the most rows
-# first; any other pair takes that of its wider one. Tiles of 192 rows share their keys best; where
-# a call may not have three consumers, the next entry is its
+# first; any other pair takes that of its wider one. Tiles of 192 rows share their keys best
 TILES: dict[tuple[int, int], dict[bool, tuple[tuple[int, Tile], ...]]] = {
     (64, 64): {
         False: ((1536, _TURNS_64), (0, _TWO_64)),
@@ -56,8 +54,8 @@ TILES: dict[tuple[int, int], dict[bool, tuple[tuple[int, Tile], ...]]] = {
     },
     (96, 96): dict.fromkeys((False, True), ((0, _TWO_96),)),
     (128, 128): {
-        False: ((1536, _THREE_128), (1536, _WIDE_128), (256, _THREE_128), (0, _TWO_128)),
-        True: ((1536, _THREE_128), (1536, _WIDE_128), (0, _TWO_128)),
+        False: ((256, _THREE_128), (0, _TWO_128)),
+        True: ((1536, _THREE_128), (0, _TWO_128)),
     },
     (192, 128): dict.fromkeys((False, True), ((0, _BOTH_192_128),)),
     (192, 192): dict.fromkeys((False, True), ((0, _BOTH_192),)),
