@@ -248,7 +248,7 @@ def _numbers(call: Call, tile: Tile, group: int) -> dict[str, Any]:
         "REGISTERS": tile.registers,
         "Q_BUFFERS": tile.q_buffers,
         "OWN_OUTPUT": tile.own_output or not fits_into(call.head_dim_v, call.head_dim),
-        "TAKE_TURNS": tile.turns,
+        "LAZY": tile.lazy,
         "PACKED": call.packed,
         "GROUP": triton.next_power_of_2(group),
         "TOP_LEFT": call.top_left,
