@@ -38,11 +38,12 @@ def compiled():
 @pytest.mark.parametrize("arch", CALLS)
 def test_kernels_fit_the_chip(arch, compiled) -> None:
     kernels = compiled[arch]
-    assert [kernel["name"] for kernel in kernels] == NAMES[arch]
+    assert [kernel["name"] for kernel in kernels[:-1]] == NAMES[arch]
+    assert kernels[-1]["name"].startswith("flashdig_combine_")
     for kernel in kernels:
         assert kernel["shared_bytes"] <= architecture(arch).shared_bytes_per_block, kernel["name"]
         assert kernel["stack_bytes"] == 0, kernel["name"]
-    opcodes = kernels[-1]["opcodes"]
+    opcodes = kernels[-2]["opcodes"]
     products = {name.split(".")[0] for name in opcodes} & {"HMMA", "HGMMA", "UTCHMMA"}
     assert len(products) == 1
     # tiles are on their way to shared memory while others are multiplied

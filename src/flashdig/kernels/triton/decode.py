@@ -3,13 +3,13 @@
 One program attends a tile of rows to a range of keys. The query heads that share a KV head are rows
 of one tile, so keys and values are read once. Where tiles are too few to fill the chip, the keys
 are split over programs (Flash-Decoding, Dao et al. 2023): each leaves a float32 part and its
-log-sum-exp, and the last one to do so joins them. With one split the result is written at once.
+log-sum-exp, and `combine` joins them. With one split the result is written at once.
 """
 
 import triton
 import triton.language as tl
 
-from flashdig.kernels.triton.combine import finish_rows, is_last, join_tile, store_part
+from flashdig.kernels.triton.combine import store_rows, with_sink
 from flashdig.kernels.triton.decode_arguments import UNSPECIALIZED, decode_name
 from flashdig.kernels.triton.decode_rows import attend_rows
 from flashdig.kernels.triton.paged import key_extent, seen_by_tile, tile_of_slot
@@ -24,7 +24,6 @@ def flashdig_decode(
     lse_ptr,
     part_ptr,
     part_lse_ptr,
-    arrived_ptr,
     table_ptr,
     seqlens_ptr,
     cu_k_ptr,
@@ -86,14 +85,13 @@ def flashdig_decode(
     ONE_PHASE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    JOINED_ROWS: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
     program = tl.program_id(0)
-    # the heads of a key lie side by side in memory: programs that read them start together
-    head_kv = program % num_heads_kv
-    slot = (program // num_heads_kv) % slots
-    split = program // num_heads_kv // slots
+    # programs that share keys, those of one split, lie together: what they share stays in L2
+    slot = program % slots
+    head_kv = (program // slots) % num_heads_kv
+    split = program // slots // num_heads_kv
     sequence, start_row, first_q, length_q = tile_of_slot(
         slot + first_slot, cu_q_ptr, used_q_ptr, batch, seqlen_q, GROUP, BLOCK_M, PACKED
     )
@@ -118,6 +116,17 @@ def flashdig_decode(
         share = tl.cdiv(tl.cdiv(end - begin, BLOCK_N), splits) * BLOCK_N
         begin = begin + split * share
         end = tl.minimum(end, begin + share)
+
+    rows = start_row + tl.arange(0, BLOCK_M)
+    token = rows // GROUP
+    row_inside = token < length_q
+    head = head_kv * GROUP + rows % GROUP
+    part = ((split * slots + slot).to(tl.int64) * num_heads_kv + head_kv) * BLOCK_M
+    part_rows = part + tl.arange(0, BLOCK_M)
+    if SPLIT:  # noqa: SIM102
+        if begin >= end:
+            tl.store(part_lse_ptr + part_rows, tl.full([BLOCK_M], float("-inf"), tl.float32))
+            return
 
     out, lse = attend_rows(
         q_ptr,
@@ -178,54 +187,27 @@ def flashdig_decode(
         BLOCK_N,
         NUM_STAGES,
     )
+    offs_dv = tl.arange(0, BLOCK_DV)
     if SPLIT:
-        row_inside = (start_row + tl.arange(0, BLOCK_M)) // GROUP < length_q
-        part = ((split * slots + slot).to(tl.int64) * num_heads_kv + head_kv) * BLOCK_M
-        store_part(out, lse, part_ptr, part_lse_ptr, part, row_inside, BLOCK_M, BLOCK_DV)
-        pair = slot * num_heads_kv + head_kv
-        if is_last(arrived_ptr + pair, splits):
-            join_tile(
-                part_ptr,
-                part_lse_ptr,
-                pair.to(tl.int64) * BLOCK_M,
-                slots.to(tl.int64) * num_heads_kv * BLOCK_M,
-                splits,
-                out_ptr,
-                lse_ptr,
-                sinks_ptr,
-                sequence,
-                start_row,
-                first_q,
-                length_q,
-                seqlen_q,
-                head_kv,
-                num_heads_kv,
-                JOINED_ROWS,
-                BLOCK_M,
-                GROUP,
-                HEAD_DIM_V,
-                BLOCK_DV,
-                PACKED,
-                SINKS,
-            )
+        tl.store(part_lse_ptr + part_rows, lse)
+        tl.store(part_ptr + part_rows[:, None] * BLOCK_DV + offs_dv[None, :], out)
     else:
-        finish_rows(
+        if SINKS:
+            sink = tl.load(sinks_ptr + head, mask=row_inside, other=0.0).to(tl.float32)
+            out, lse = with_sink(out, lse, sink)
+        store_rows(
             out,
             lse,
             out_ptr,
             lse_ptr,
-            sinks_ptr,
             sequence,
-            start_row,
             first_q,
-            length_q,
+            token,
+            head,
+            row_inside,
             seqlen_q,
-            head_kv,
-            num_heads_kv,
-            BLOCK_M,
-            GROUP,
+            num_heads_kv * GROUP,
             HEAD_DIM_V,
             BLOCK_DV,
             PACKED,
-            SINKS,
         )

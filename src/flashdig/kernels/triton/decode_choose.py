@@ -117,12 +117,6 @@ def choose_decode_tile(
     return DecodeTile(block_m, block_n, warps, buffers + 1 + 2 * int(paged), resident)
 
 
-def registers_for(tile: DecodeTile) -> int:
-    """Registers of a thread with which `resident` blocks fit a multiprocessor (of 65,536)."""
-    threads = 32 * tile.num_warps * tile.resident
-    return min(255, max(64, 65536 // threads // 8 * 8))
-
-
 def block_rows(
     arch: str,
     element_bytes: int,

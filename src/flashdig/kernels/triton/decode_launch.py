@@ -1,21 +1,17 @@
-"""Launches of attention over a cache: the tile, the splits, where the parts lie."""
+"""Launches of attention over a cache: the tile, the splits, the parts and their joining."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 import triton
 
-from flashdig.kernels.launch import Launch, allocation, multiprocessors
-from flashdig.kernels.plans import Plan
+from flashdig.kernels.launch import multiprocessors
 from flashdig.kernels.triton.arguments import architecture_of, check_grid, row_contiguous
-from flashdig.kernels.triton.arrivals import arrival_counters
-from flashdig.kernels.triton.combine import HELD
+from flashdig.kernels.triton.combine import flashdig_combine
 from flashdig.kernels.triton.decode import flashdig_decode
-from flashdig.kernels.triton.decode_arguments import CacheCall, as_bytes
+from flashdig.kernels.triton.decode_arguments import CacheCall
 from flashdig.kernels.triton.decode_choose import (
     CROWD,
     INVARIANT_SPLIT,
@@ -25,16 +21,12 @@ from flashdig.kernels.triton.decode_choose import (
     PART_BYTES,
     PIECES,
     DecodeTile,
-    block_of,
     block_rows,
     choose_decode_tile,
     choose_splits,
-    registers_for,
 )
-from flashdig.kernels.triton.decode_ragged import flashdig_decode_ragged
-from flashdig.kernels.triton.slack import clearing
+from flashdig.kernels.triton.decode_ragged import flashdig_combine_ragged, flashdig_decode_ragged
 
-_CU_SEQLENS_Q = 6  # behind q, k and v
 # multiprocessors in the interpreter, and for tensors without memory
 INTERPRETED = 4
 
@@ -89,10 +81,19 @@ def cache_attention(
     Returns: out (as q with head_dim_v), and lse (batch, num_heads, seqlen_q) or (num_heads,
         total_q) in float32.
     """
-    lengths = (cache_seqlens, cu_seqlens_k, cu_seqlens_new, page_table, cache_batch_idx)
-    more = (cache_leftpad, cu_seqlens_q, seqused_q, alibi_slopes, sinks)
-    call = _prepared(
-        (q, k, v, *lengths, *more, q_descale, k_descale, v_descale),
+    vectors = (cache_seqlens, cu_seqlens_k, cu_seqlens_new)
+    more = (cache_batch_idx, cache_leftpad, cu_seqlens_q, seqused_q)
+    call = CacheCall(
+        row_contiguous(q),
+        row_contiguous(k),
+        row_contiguous(v),
+        *map(_contiguous, vectors),
+        page_table if page_table is None or page_table.stride(1) == 1 else page_table.contiguous(),
+        *map(_contiguous, more),
+        alibi_slopes
+        if alibi_slopes is None or alibi_slopes.stride(-1) == 1
+        else alibi_slopes.contiguous(),
+        *map(_contiguous, (sinks, q_descale, k_descale, v_descale)),
         softmax_scale=softmax_scale,
         softcap=softcap,
         window_left=window_left,
@@ -101,77 +102,27 @@ def cache_attention(
         allow_tf32=allow_tf32,
         seqlen_new=seqlen_new,
     )
-    dtype = out_dtype or _out_dtype(q)
+    dtype = out_dtype or (torch.bfloat16 if q.element_size() == 1 else q.dtype)
+    shape = (*q.shape[:-1], v.shape[-1])
     if call.empty:
-        return _without_keys(call, dtype)
-    schedule = _schedule(call, num_splits, batch_invariant, tile, ragged, arch)
-    return _CachePlan(call, dtype, schedule)(*call.tensors)
-
-
-def plan_cache_attention(
-    *tensors: torch.Tensor | None,
-    num_splits: int,
-    batch_invariant: bool,
-    out_dtype: torch.dtype | None = None,
-    **numbers: Any,
-) -> Plan | None:
-    """The plan of `cache_attention`'s arguments; see `flashdig.kernels.launch`."""
-    call = _prepared(tensors, **numbers)
-    if call.empty or call.copies(tensors):
-        return None
-    schedule = _schedule(call, num_splits, batch_invariant, None, None, None)
-    return _CachePlan(call, out_dtype or _out_dtype(call.q), schedule)
-
-
-def _prepared(tensors: Sequence[torch.Tensor | None], **numbers: Any) -> CacheCall:
-    """The call with its tensors as the kernels take them, copied where need be."""
-    names = [field.name for field in fields(CacheCall)]
-    arranged: dict[str, Any] = dict(zip(names, tensors, strict=False))
-    for name, x in arranged.items():
-        if x is None:
-            continue
-        if name in ("q", "k", "v"):
-            arranged[name] = row_contiguous(x)
-        elif name in ("page_table", "alibi_slopes"):  # rows at any distance
-            arranged[name] = x if x.stride(-1) == 1 else x.contiguous()
-        else:
-            arranged[name] = x.contiguous()
-    return CacheCall(**arranged, **numbers)
-
-
-def _out_dtype(q: torch.Tensor) -> torch.dtype:
-    return torch.bfloat16 if q.element_size() == 1 else q.dtype
-
-
-@dataclass(frozen=True)
-class _Schedule:
-    """How the rows and keys of a call are shared out.
-
-    Attributes:
-        splits: parts of each sequence's keys; `ragged`: where their lengths are about equal.
-        split_size: keys of a part, 0: by their number.
-    """
-
-    tile: DecodeTile
-    splits: int
-    split_size: int
-    ragged: bool
-
-
-def _schedule(
-    call: CacheCall,
-    num_splits: int,
-    batch_invariant: bool,
-    tile: DecodeTile | None,
-    ragged: bool | None,
-    arch: str | None,
-) -> _Schedule:
+        return _without_keys(call, shape, dtype)
+    make_out, make_lse = (torch.zeros, torch.full) if call.packed else (torch.empty, None)
+    out = make_out(shape, dtype=dtype, device=q.device)
+    lse = (
+        torch.empty(call.lse_shape, dtype=torch.float32, device=q.device)
+        if make_lse is None  # slack rows of packed input belong to no program
+        else make_lse(call.lse_shape, float("-inf"), device=q.device)
+    )
     if tile is None:
-        tile = _tile(call, arch or architecture_of(call.q.device), batch_invariant)
+        tile = _tile(call, arch or architecture_of(q.device), batch_invariant)
     if ragged is None:
         ragged = num_splits == 0 and not batch_invariant and _may_be_ragged(call, tile)
     splits = _splits(call, tile, num_splits, batch_invariant)
-    return _Schedule(tile, splits, INVARIANT_SPLIT if batch_invariant else 0, ragged)
+    if ragged:
+        _launch_ragged(call, tile, splits, out, lse)
+    else:
+        _launch(call, tile, splits, batch_invariant, out, lse)
+    return out, lse
 
 
 def _tile(call: CacheCall, arch: str, batch_invariant: bool) -> DecodeTile:
@@ -218,103 +169,59 @@ def _splits(call: CacheCall, tile: DecodeTile, num_splits: int, batch_invariant:
     return max(1, min(splits, PART_BYTES // max(1, tiles * row)))
 
 
-class _CachePlan:
-    """Allocates results and parts, and launches the kernels of one kind of call."""
-
-    __slots__ = (
-        "_allocations",
-        "_clear_slack",
-        "_counters",
-        "_device",
-        "_fp8",
-        "_launches",
-    )
-
-    def __init__(self, call: CacheCall, dtype: torch.dtype, schedule: _Schedule) -> None:
-        self._device = call.q.device
-        self._fp8 = call.q.element_size() == 1 or call.k.element_size() == 1
-        sizes: tuple[int, int]
-        if schedule.ragged:
-            self._launches, sizes = _ragged_launches(call, schedule)
-        else:
-            self._launches, sizes = _even_launches(call, schedule)
-        part_rows, self._counters = sizes
-        width = block_of(call.v.shape[-1])
-        wanted = (
-            (call.out_shape, dtype),
-            (call.lse_shape, torch.float32),
-            *(
-                [((part_rows, width), torch.float32), ((part_rows,), torch.float32)]
-                * (part_rows > 0)
-            ),
-        )
-        self._allocations = [allocation(*one, self._device) for one in wanted]
-        self._clear_slack = None
-        if call.packed:  # slack rows belong to no program
-            heads = call.num_heads, call.v.shape[-1]
-            self._clear_slack = clearing(call.batch, call.seqlen_q, *heads)
-
-    def __call__(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse, *parts = (allocate() for allocate in self._allocations)
-        if self._clear_slack is not None:
-            self._clear_slack(out, lse, *others[_CU_SEQLENS_Q : _CU_SEQLENS_Q + 2])
-        part = part_lse = arrived = None
-        if parts:
-            part, part_lse = parts
-            arrived = arrival_counters(self._counters, self._device)
-        if self._fp8:
-            q, k, v = as_bytes(q), as_bytes(k), as_bytes(v)
-        seqlens, cu_k, cu_new, table, batch_idx, leftpad, cu_q, used_q, *rest = others
-        lengths = (table, seqlens, cu_k, cu_new, leftpad, batch_idx, cu_q, used_q)
-        for launch in self._launches:
-            launch(q, k, v, out, lse, part, part_lse, arrived, *lengths, *rest)
-        return out, lse
-
-
-def _even_launches(call: CacheCall, schedule: _Schedule) -> tuple[list[Launch], tuple[int, int]]:
-    """The launches, and how many rows of parts and counters they need."""
-    tile, splits = schedule.tile, schedule.splits
-    split = splits > 1 or schedule.split_size > 0
+def _launch(
+    call: CacheCall,
+    tile: DecodeTile,
+    splits: int,
+    batch_invariant: bool,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    arguments = call.arguments(fp8_hardware=_fp8_hardware(call.q.device))
+    split = splits > 1 or batch_invariant
     slots = call.slots(tile.block_m)
-    at_once, rows = slots, 0
+    at_once = slots
+    part = part_lse = None
+    block_dv = arguments["BLOCK_DV"]
     if split:
         rows = splits * call.num_heads_kv * tile.block_m
-        at_once = max(1, min(slots, PART_BYTES // (4 * rows * block_of(call.v.shape[-1]))))
-    launches = []
+        at_once = max(1, min(slots, PART_BYTES // (4 * rows * block_dv)))
+        part = torch.empty((at_once * rows, block_dv), dtype=torch.float32, device=out.device)
+        part_lse = torch.empty(at_once * rows, dtype=torch.float32, device=out.device)
     for first_slot in range(0, slots, at_once):
         count = min(at_once, slots - first_slot)
-        numbers = {
-            **call.numbers(_fp8_hardware(call.q.device)),
-            "first_slot": first_slot,
-            "slots": count,
-            "splits": splits,
-            "SPLIT": split,
-            "SPLIT_SIZE": schedule.split_size,
-            "ONE_PHASE": schedule.split_size > 0 or tile.block_m < 64,
-            **_tile_numbers(call, schedule),
-        }
-        grid = check_grid(count * call.num_heads_kv * splits)
-        options = {"num_warps": tile.num_warps}
-        if tile.resident == 1:  # ptxas would rather spill than use what nobody else can
-            options["maxnreg"] = 255
-        launches.append(Launch(flashdig_decode, grid, numbers, **options))
-    return launches, (at_once * rows, at_once * call.num_heads_kv)
-
-
-def _tile_numbers(call: CacheCall, schedule: _Schedule) -> dict[str, int]:
-    tile = schedule.tile
-    rows = tile.block_m
-    if schedule.split_size == 0:  # else the order of a sum depends on the number of tokens
-        rows = min(rows, triton.next_power_of_2(call.seqlen_q * call.group_size))
-    rows = min(rows, max(1, HELD.value // block_of(call.v.shape[-1])))
-    return {
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
-        "JOINED_ROWS": rows,
-        "NUM_STAGES": tile.num_stages,
-    }
+        flashdig_decode[(check_grid(count * call.num_heads_kv * splits),)](
+            **arguments,
+            out_ptr=out,
+            lse_ptr=lse,
+            part_ptr=part,
+            part_lse_ptr=part_lse,
+            first_slot=first_slot,
+            slots=count,
+            splits=splits,
+            SPLIT=split,
+            SPLIT_SIZE=INVARIANT_SPLIT if batch_invariant else 0,
+            ONE_PHASE=batch_invariant or tile.block_m < 64,
+            BLOCK_M=tile.block_m,
+            BLOCK_N=tile.block_n,
+            NUM_STAGES=tile.num_stages,
+            num_warps=tile.num_warps,
+        )
+        if split:
+            kept = ("sinks_ptr", "cu_q_ptr", "used_q_ptr", "batch", "num_heads_kv", "seqlen_q")
+            constants = ("HEAD_DIM_V", "BLOCK_DV", "GROUP", "PACKED", "SINKS")
+            flashdig_combine[(check_grid(count * call.num_heads_kv * tile.block_m),)](
+                part_ptr=part,
+                part_lse_ptr=part_lse,
+                out_ptr=out,
+                lse_ptr=lse,
+                **{name: arguments[name] for name in (*kept, *constants)},
+                first_slot=first_slot,
+                slots=count,
+                splits=splits,
+                BLOCK_M=tile.block_m,
+                num_warps=4,
+            )
 
 
 def _may_be_ragged(call: CacheCall, tile: DecodeTile) -> bool:
@@ -324,35 +231,58 @@ def _may_be_ragged(call: CacheCall, tile: DecodeTile) -> bool:
     return several and not call.packed and rows <= tile.block_m and call.cache_seqlens is not None
 
 
-def _ragged_launches(call: CacheCall, schedule: _Schedule) -> tuple[list[Launch], tuple[int, int]]:
-    """As `_even_launches`."""
-    tile = schedule.tile
+def _launch_ragged(
+    call: CacheCall, tile: DecodeTile, splits: int, out: torch.Tensor, lse: torch.Tensor
+) -> None:
+    arguments = call.arguments(fp8_hardware=_fp8_hardware(call.q.device))
+    block_dv = arguments["BLOCK_DV"]
     pairs = call.batch * call.num_heads_kv
-    resident = multiprocessors(call.q.device, INTERPRETED) * tile.resident
-    wanted = PIECES * resident
-    most = max(pairs * schedule.splits, wanted + pairs)
-    numbers = {
-        **call.numbers(_fp8_hardware(call.q.device)),
-        "splits": schedule.splits,
+    wanted = PIECES * multiprocessors(call.q.device, INTERPRETED) * tile.resident
+    programs = check_grid(max(pairs * splits, wanted + pairs))
+    rows = programs * tile.block_m
+    part = torch.empty((rows, block_dv), dtype=torch.float32, device=out.device)
+    part_lse = torch.empty(rows, dtype=torch.float32, device=out.device)
+    shared = {
+        "out_ptr": out,
+        "lse_ptr": lse,
+        "part_ptr": part,
+        "part_lse_ptr": part_lse,
+        "splits": splits,
         "wanted": wanted,
-        "SPLIT": True,
         "BLOCK_B": max(128, triton.next_power_of_2(call.batch)),
-        **_tile_numbers(call, schedule),
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
     }
-    # all of the even case's pieces at once: programs beyond them would wait for room
-    programs = check_grid(min(most, max(pairs * schedule.splits, resident)))
-    options = {"num_warps": tile.num_warps, "maxnreg": registers_for(tile)}
-    launch = Launch(flashdig_decode_ragged, programs, numbers, **options)
-    return [launch], (most * tile.block_m, pairs)
+    flashdig_decode_ragged[(programs,)](
+        **arguments,
+        **shared,
+        SPLIT=True,
+        NUM_STAGES=tile.num_stages,
+        num_warps=tile.num_warps,
+    )
+    kept = ("seqlens_ptr", "cu_k_ptr", "cu_new_ptr", "leftpad_ptr", "sinks_ptr", "batch")
+    sizes = ("num_heads_kv", "seqlen_q", "seqlen_new", "capacity", "left", "right")
+    constants = ("HEAD_DIM_V", "BLOCK_DV", "GROUP", "TOP_LEFT", "LEFT", "RIGHT", "SINKS")
+    flashdig_combine_ragged[(check_grid(call.batch * call.num_heads * call.seqlen_q),)](
+        **{name: arguments[name] for name in (*kept, *sizes, *constants)},
+        **shared,
+        num_warps=4,
+    )
 
 
-def _without_keys(call: CacheCall, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def _without_keys(
+    call: CacheCall, shape: tuple[int, ...], dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows that see nothing: out 0; lse -inf, or the sink's logit."""
-    out = torch.zeros(call.out_shape, dtype=dtype, device=call.q.device)
+    out = torch.zeros(shape, dtype=dtype, device=call.q.device)
     lse = torch.full(call.lse_shape, float("-inf"), device=call.q.device)
     if call.sinks is not None and not call.packed:
         lse = lse.copy_(call.sinks.float()[:, None])
     return out, lse
+
+
+def _contiguous(x: torch.Tensor | None) -> Any:
+    return None if x is None else x.contiguous()
 
 
 def _fp8_hardware(device: torch.device) -> bool:

@@ -3,14 +3,15 @@
 For sequences whose queries fit one tile of rows: decoding. The lengths live on the device, so the
 device decides: where they are about equal each pair of a sequence and a KV head is cut as `decode`
 would cut it; else the keys of all pairs are cut into pieces of about one size, so that a long
-sequence holds no multiprocessor when the others are done. Pieces go round among the programs.
+sequence holds no multiprocessor when the others are done. The grid has a program for every piece
+that there can be; those beyond the last end at once.
 """
 
 import triton
 import triton.language as tl
 
-from flashdig.kernels.triton.combine import finish_rows, is_last, join_tile, store_part
-from flashdig.kernels.triton.decode_arguments import UNSPECIALIZED, decode_name
+from flashdig.kernels.triton.combine import join_parts, store_rows, with_sink
+from flashdig.kernels.triton.decode_arguments import UNSPECIALIZED, combine_name, decode_name
 from flashdig.kernels.triton.decode_rows import attend_rows
 from flashdig.kernels.triton.paged import key_extent, seen_by_tile
 
@@ -112,7 +113,6 @@ def flashdig_decode_ragged(
     lse_ptr,
     part_ptr,
     part_lse_ptr,
-    arrived_ptr,
     table_ptr,
     seqlens_ptr,
     cu_k_ptr,
@@ -172,9 +172,193 @@ def flashdig_decode_ragged(
     BLOCK_B: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    JOINED_ROWS: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
+    program = tl.program_id(0)
+    pieces, ends = _all_pieces(
+        seqlens_ptr,
+        cu_k_ptr,
+        cu_new_ptr,
+        leftpad_ptr,
+        batch,
+        num_heads_kv,
+        seqlen_q,
+        seqlen_new,
+        capacity,
+        splits,
+        wanted,
+        left,
+        right,
+        GROUP,
+        TOP_LEFT,
+        LEFT,
+        RIGHT,
+        BLOCK_B,
+        BLOCK_M,
+        BLOCK_N,
+    )
+    sequence = tl.sum((ends * num_heads_kv <= program).to(tl.int32), 0)
+    if sequence >= batch:
+        return
+    offs_b = tl.arange(0, BLOCK_B)
+    own = tl.sum(tl.where(offs_b == sequence, pieces, 0), 0)
+    before = tl.sum(tl.where(offs_b == sequence, ends - pieces, 0), 0)
+    inside = program - before * num_heads_kv
+    head_kv = inside // own
+    key_begin, key_end, offset, tiles = _keys_of(
+        seqlens_ptr,
+        cu_k_ptr,
+        cu_new_ptr,
+        leftpad_ptr,
+        sequence,
+        seqlen_q,
+        seqlen_new,
+        capacity,
+        left,
+        right,
+        GROUP,
+        TOP_LEFT,
+        LEFT,
+        RIGHT,
+        BLOCK_M,
+        BLOCK_N,
+    )
+    share = tl.cdiv(tiles, own)
+    begin = (key_begin // BLOCK_N + (inside - head_kv * own) * share) * BLOCK_N
+    end = tl.minimum(begin + share * BLOCK_N, key_end)
+    rows = tl.arange(0, BLOCK_M)
+    part_rows = program.to(tl.int64) * BLOCK_M + rows
+    if begin >= end:  # noqa: SIM102
+        if own > 1:
+            tl.store(part_lse_ptr + part_rows, tl.full([BLOCK_M], float("-inf"), tl.float32))
+            return
+    ONE_PHASE: tl.constexpr = True
+    start_row = 0
+    first_q = 0
+    length_q = seqlen_q
+    out, lse = attend_rows(
+        q_ptr,
+        k_ptr,
+        v_ptr,
+        table_ptr,
+        batch_idx_ptr,
+        slopes_ptr,
+        q_descale_ptr,
+        k_descale_ptr,
+        v_descale_ptr,
+        stride_qb,
+        stride_qm,
+        stride_qh,
+        stride_kb,
+        stride_kn,
+        stride_kh,
+        stride_vb,
+        stride_vn,
+        stride_vh,
+        stride_table,
+        stride_slopes_b,
+        num_heads_kv,
+        cache_rows,
+        sequence,
+        head_kv,
+        start_row,
+        first_q,
+        length_q,
+        begin,
+        end,
+        key_begin,
+        key_end,
+        offset,
+        left,
+        right,
+        score_factor,
+        softcap_units,
+        HEAD_DIM,
+        HEAD_DIM_V,
+        BLOCK_D,
+        TAIL_D,
+        BLOCK_DV,
+        GROUP,
+        UNIT,
+        PACKED,
+        PAGE_SIZE,
+        FP8,
+        Q_FP8,
+        LEFT,
+        RIGHT,
+        SOFTCAP,
+        ALIBI,
+        NATURAL,
+        INPUT_PRECISION,
+        ONE_PHASE,
+        BLOCK_M,
+        BLOCK_N,
+        NUM_STAGES,
+    )
+    token = rows // GROUP
+    row_inside = token < seqlen_q
+    head = head_kv * GROUP + rows % GROUP
+    if own > 1:
+        offs_dv = tl.arange(0, BLOCK_DV)
+        tl.store(part_lse_ptr + part_rows, lse)
+        tl.store(part_ptr + part_rows[:, None] * BLOCK_DV + offs_dv[None, :], out)
+    else:
+        if SINKS:
+            sink = tl.load(sinks_ptr + head, mask=row_inside, other=0.0).to(tl.float32)
+            out, lse = with_sink(out, lse, sink)
+        store_rows(
+            out,
+            lse,
+            out_ptr,
+            lse_ptr,
+            sequence,
+            first_q,
+            token,
+            head,
+            row_inside,
+            seqlen_q,
+            num_heads_kv * GROUP,
+            HEAD_DIM_V,
+            BLOCK_DV,
+            PACKED,
+        )
+
+
+@triton.jit(repr=combine_name, do_not_specialize=UNSPECIALIZED)
+def flashdig_combine_ragged(
+    part_ptr,
+    part_lse_ptr,
+    out_ptr,
+    lse_ptr,
+    seqlens_ptr,
+    cu_k_ptr,
+    cu_new_ptr,
+    leftpad_ptr,
+    sinks_ptr,
+    batch,
+    num_heads_kv,
+    seqlen_q,
+    seqlen_new,
+    capacity,
+    splits,
+    wanted,
+    left,
+    right,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    GROUP: tl.constexpr,
+    TOP_LEFT: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    SINKS: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Join the parts of one row of one (sequence, KV head) pair that lies in several pieces."""
+    row = tl.program_id(0) % (seqlen_q * GROUP)
+    head_kv = tl.program_id(0) // (seqlen_q * GROUP) % num_heads_kv
+    sequence = tl.program_id(0) // (seqlen_q * GROUP) // num_heads_kv
     pieces, ends = _all_pieces(
         seqlens_ptr,
         cu_k_ptr,
@@ -198,145 +382,28 @@ def flashdig_decode_ragged(
         BLOCK_N,
     )
     offs_b = tl.arange(0, BLOCK_B)
-    ONE_PHASE: tl.constexpr = True
-    start_row = 0
-    first_q = 0
-    length_q = seqlen_q
-    items = tl.max(ends, 0) * num_heads_kv
-    for item in tl.range(tl.program_id(0), items, tl.num_programs(0), disable_licm=True):
-        # the heads of a key lie side by side in memory: programs that read them start together
-        head_kv = item % num_heads_kv
-        number = item // num_heads_kv
-        sequence = tl.sum((ends <= number).to(tl.int32), 0)
-        own = tl.sum(tl.where(offs_b == sequence, pieces, 0), 0)
-        before = tl.sum(tl.where(offs_b == sequence, ends - pieces, 0), 0)
-        key_begin, key_end, offset, tiles = _keys_of(
-            seqlens_ptr,
-            cu_k_ptr,
-            cu_new_ptr,
-            leftpad_ptr,
-            sequence,
-            seqlen_q,
-            seqlen_new,
-            capacity,
-            left,
-            right,
-            GROUP,
-            TOP_LEFT,
-            LEFT,
-            RIGHT,
-            BLOCK_M,
-            BLOCK_N,
-        )
-        share = tl.cdiv(tiles, own)
-        begin = (key_begin // BLOCK_N + (number - before) * share) * BLOCK_N
-        end = tl.minimum(begin + share * BLOCK_N, key_end)
-        out, lse = attend_rows(
-            q_ptr,
-            k_ptr,
-            v_ptr,
-            table_ptr,
-            batch_idx_ptr,
-            slopes_ptr,
-            q_descale_ptr,
-            k_descale_ptr,
-            v_descale_ptr,
-            stride_qb,
-            stride_qm,
-            stride_qh,
-            stride_kb,
-            stride_kn,
-            stride_kh,
-            stride_vb,
-            stride_vn,
-            stride_vh,
-            stride_table,
-            stride_slopes_b,
-            num_heads_kv,
-            cache_rows,
-            sequence,
-            head_kv,
-            start_row,
-            first_q,
-            length_q,
-            begin,
-            end,
-            key_begin,
-            key_end,
-            offset,
-            left,
-            right,
-            score_factor,
-            softcap_units,
-            HEAD_DIM,
-            HEAD_DIM_V,
-            BLOCK_D,
-            TAIL_D,
-            BLOCK_DV,
-            GROUP,
-            UNIT,
-            PACKED,
-            PAGE_SIZE,
-            FP8,
-            Q_FP8,
-            LEFT,
-            RIGHT,
-            SOFTCAP,
-            ALIBI,
-            NATURAL,
-            INPUT_PRECISION,
-            ONE_PHASE,
-            BLOCK_M,
-            BLOCK_N,
-            NUM_STAGES,
-        )
-        if own > 1:
-            row_inside = tl.arange(0, BLOCK_M) // GROUP < seqlen_q
-            part = (number * num_heads_kv + head_kv).to(tl.int64) * BLOCK_M
-            store_part(out, lse, part_ptr, part_lse_ptr, part, row_inside, BLOCK_M, BLOCK_DV)
-            if is_last(arrived_ptr + sequence * num_heads_kv + head_kv, own):
-                join_tile(
-                    part_ptr,
-                    part_lse_ptr,
-                    (before * num_heads_kv + head_kv).to(tl.int64) * BLOCK_M,
-                    num_heads_kv.to(tl.int64) * BLOCK_M,
-                    own,
-                    out_ptr,
-                    lse_ptr,
-                    sinks_ptr,
-                    sequence,
-                    start_row,
-                    first_q,
-                    length_q,
-                    seqlen_q,
-                    head_kv,
-                    num_heads_kv,
-                    JOINED_ROWS,
-                    BLOCK_M,
-                    GROUP,
-                    HEAD_DIM_V,
-                    BLOCK_DV,
-                    PACKED,
-                    SINKS,
-                )
-        else:
-            finish_rows(
-                out,
-                lse,
-                out_ptr,
-                lse_ptr,
-                sinks_ptr,
-                sequence,
-                start_row,
-                first_q,
-                length_q,
-                seqlen_q,
-                head_kv,
-                num_heads_kv,
-                BLOCK_M,
-                GROUP,
-                HEAD_DIM_V,
-                BLOCK_DV,
-                PACKED,
-                SINKS,
-            )
+    own = tl.sum(tl.where(offs_b == sequence, pieces, 0), 0)
+    if own == 1:
+        return
+    before = tl.sum(tl.where(offs_b == sequence, ends - pieces, 0), 0)
+    first = (before * num_heads_kv + head_kv * own).to(tl.int64) * BLOCK_M + row
+    out, lse = join_parts(part_ptr, part_lse_ptr, first, BLOCK_M, own, HEAD_DIM_V, BLOCK_DV)
+    heads = head_kv * GROUP + row % GROUP + tl.zeros([1], tl.int32)
+    if SINKS:
+        out, lse = with_sink(out, lse, tl.load(sinks_ptr + heads).to(tl.float32))
+    store_rows(
+        out,
+        lse,
+        out_ptr,
+        lse_ptr,
+        sequence,
+        0,
+        row // GROUP + tl.zeros([1], tl.int32),
+        heads,
+        heads >= 0,
+        seqlen_q,
+        num_heads_kv * GROUP,
+        HEAD_DIM_V,
+        BLOCK_DV,
+        False,
+    )
