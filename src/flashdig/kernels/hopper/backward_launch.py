@@ -30,19 +30,20 @@ BLOCK_N = 128
 PADDED_ROWS = 128
 # 16-bit elements in 16 bytes: strides are multiples of it
 UNIT = 8
-# width of the tiles -> (rows of a tile, buffers of Q and of dO, whether the next S^T is started
-# early, longest causal column, in tiles of rows, up to which blocks walk several tiles of keys; 0:
-# a block walks one); a narrower head_dim or head_dim_v arrives padded with zeros
-TILES = {64: (128, 3, True, 64), 128: (64, 3, True, 8), 256: (64, 2, False, 0)}
+# width of the tiles -> (rows of a tile, buffers of them, whether the next S^T is started early,
+# whether dQ of a step is made in the next); a narrower head_dim or head_dim_v arrives padded with
+# zeros
+TILES = {64: (128, 3, False, True), 128: (64, 3, False, True), 256: (64, 2, False, False)}
 # the same where dQ is made apart
-DKDV_TILES = {64: (128, 3, False, 64), 128: (64, 3, True, 8), 256: (64, 2, False, 0)}
+DKDV_TILES = {64: (128, 3, False, False), 128: (64, 3, True, False), 256: (64, 2, False, False)}
 # with softcap or ALiBi 128 rows would spill
-SCALED_TILES = {**TILES, 64: (64, 3, True, 64)}
+SCALED_TILES = {**TILES, 64: (64, 3, True, False)}
 # width -> (keys of a tile, buffers of K, buffers of V) of dQ's own kernel
 DQ_TILES = {64: (128, 2, 2), 128: (128, 2, 2), 256: (32, 2, 2)}
 # widths of the kernel of `backward_wide`, whose tiles have 64 rows and 64 keys
 WIDE = (256,)
 PREPROCESS_ROWS = 32
+COUNTER = 4  # numbers, of which one is used: what follows stays aligned
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,12 @@ class Call:
         return heads_together(heads, head_bytes, causal=causal, packed=self.packed)
 
     @property
+    def uneven(self) -> bool:
+        """Some tiles of keys are seen by more rows than others: blocks count them out."""
+        causal = self.window_right >= 0 and self.window_left < 0
+        return self.width not in WIDE and (causal or self.packed)
+
+    @property
     def scaled(self) -> bool:
         """Scores are more than scaled products."""
         return self.softcap > 0.0 or self.alibi_slopes is not None
@@ -197,7 +204,7 @@ def hopper_backward(
     delta: torch.Tensor | None = None,
     *,
     dq_apart: bool = False,
-    tiles: tuple[int, int, bool, int] | None = None,
+    tiles: tuple[int, int, bool, bool] | None = None,
     dq_tiles: tuple[int, int, int] | None = None,
 ) -> None:
     """Write the gradients of a call.
@@ -242,7 +249,7 @@ class Launches:
         dv: torch.Tensor | None,
         *,
         dq_apart: bool = False,
-        tiles: tuple[int, int, bool, int] | None = None,
+        tiles: tuple[int, int, bool, bool] | None = None,
         dq_tiles: tuple[int, int, int] | None = None,
     ) -> None:
         device = call.q.device
@@ -251,10 +258,12 @@ class Launches:
         if call.scaled:
             table = SCALED_TILES
         tiles = tiles or table[call.width]
-        # log-sum-exp in units of log2, and delta, padded; sums of dQ, which start as zeros: in one
-        # buffer, since allocating costs the host more than its part of a launch
+        # log-sum-exp in units of log2, and delta, padded; the number of the next tile of keys; sums
+        # of dQ; the last two start as zeros. One buffer, since allocating costs the host more than
+        # its part of a launch
         rows = math.prod(call.padded_shape)
-        self._sizes = [rows, rows, rows * call.width] if with_sums else [rows, rows]
+        self._sizes = [rows, rows, COUNTER, *([rows * call.width] if with_sums else [])]
+        self._counted = call.uneven
         self.make_buffer = allocation((sum(self._sizes),), torch.float32, device)
         self._preprocess = _preprocess(call)
         self._main = self._dq = self._postprocess = None
@@ -287,13 +296,14 @@ class Launches:
         delta: torch.Tensor | None = None,
     ) -> Steps:
         """Each launch with its tensors; the buffer is of `make_buffer`."""
-        lse_log2, delta_padded, *rest = buffer.split(self._sizes)
+        lse_log2, delta_padded, number, *rest = buffer.split(self._sizes)
+        counter = number.view(torch.int32) if self._counted else None
         sums = rest[0] if rest else None
         read = (lse_log2, delta_padded)
-        before = (out, grad_out, lse, grad_lse, *read, delta, sums, *lengths)
+        before = (out, grad_out, lse, grad_lse, *read, delta, sums, counter, *lengths)
         steps: Steps = [(self._preprocess, before)]
         if self._main is not None:
-            walked = (q, grad_out, k, v, dk, dv, *read, sums, alibi_slopes, *lengths)
+            walked = (q, grad_out, k, v, dk, dv, *read, sums, alibi_slopes, *lengths, counter)
             steps.append((self._main, walked))
         if self._dq is not None:
             steps.append((self._dq, (q, grad_out, k, v, dq, *read, alibi_slopes, *lengths)))
@@ -328,18 +338,16 @@ def _main(
     with_sums: bool,
     dk: torch.Tensor,
     dv: torch.Tensor,
-    tiles: tuple[int, int, bool, int],
+    tiles: tuple[int, int, bool, bool],
 ) -> Launch:
-    block_m, stages, ahead, longest = tiles
+    block_m, stages, ahead, late = tiles
     wide = call.width in WIDE
     block_n, of_consumer = (64, 64) if wide else (BLOCK_N, BLOCK_N // 2)
     num_heads_kv = call.k.shape[-2]
     row_bytes = call.width * (2 * call.q.element_size() + (4 if with_sums else 0))
     head_bytes = call.seqlen_q * row_bytes * call.group_size
     programs = call.programs(call.seqlen_k, block_n, num_heads_kv)
-    # dealt out in turns, columns of unequal length leave some blocks more than others
-    uneven = call.window_right >= 0 and call.window_left < 0
-    if longest and (not uneven or call.seqlen_q <= longest * block_m):
+    if not wide:  # blocks walk several tiles of keys
         programs = min(programs, multiprocessors(call.q.device))
     statistics = _statistics(call, block_m)
     return _launch(
@@ -360,7 +368,8 @@ def _main(
             "STAGES": stages,
             "SOFTCAP": call.softcap > 0.0,
             "WITH_DQ": with_sums,
-            **({} if wide else {"BLOCK_M": block_m, "AHEAD": ahead}),
+            **({} if wide else {"BLOCK_M": block_m, "AHEAD": ahead, "LATE": late and with_sums}),
+            **({} if wide else {"COUNTED": call.uneven}),
             **call.constants(),
         },
         num_warps=4,

@@ -2,22 +2,21 @@
 
     producer    K and V once; then tiles of Q and dO with their log-sum-exp and delta (TMA)
     consumers   two warpgroups own half of the keys each and keep dK and dV in registers:
-                dP_i^T = V dO_i^T is issued; P_i^T = exp(S_i^T - lse) meanwhile; dV += P_i^T dO_i;
-                dS_i^T = P_i^T (dP_i^T - delta) goes to shared memory while S_{i+1}^T = K Q_{i+1}^T
-                runs; then dQ_i = dS_i K and dK += dS_i^T Q_i
+                S_i^T = K Q_i^T and dP_i^T = V dO_i^T are issued; P_i^T = exp(S_i^T - lse) while
+                dP^T runs; dV += P_i^T dO_i while dS_i^T = P_i^T (dP_i^T - delta) goes to shared
+                memory; then dQ_i = dS_i K and dK += dS_i^T Q_i
 
-P^T and dS^T feed dV and dK from registers (Shah et al. 2024, "FlashAttention-3"); S^T runs a step
-ahead, so that the tensor cores have work during the exponentials and the exchange of dS. dQ is
-added up in float32 by vector reductions straight from registers, in the order of the registers:
-`backward_pre_post` puts the rows together again. Heads that share K and V add up in registers.
+P^T and dS^T feed dV and dK from registers (Shah et al. 2024, "FlashAttention-3"). AHEAD, S^T of the
+next step is issued with dQ and dK of this one. LATE, dQ of a step is made in the next one, so that
+the consumers need not be at the same place at once to exchange dS. dQ is added up in float32 by
+vector reductions straight from registers, in the order of the registers: `backward_pre_post` puts
+the rows together again. Heads that share K and V add up in registers.
 """
 
 from flashdig.kernels.gluon_api import (
-    aggregate,
     fence_async_shared,
     gl,
     gluon,
-    load_tile,
     mbarrier,
     reinterpreted,
     wait_for_tile_stores,
@@ -27,112 +26,23 @@ from flashdig.kernels.gluon_api import (
 from flashdig.kernels.hopper.backward_names import kernel_name
 from flashdig.kernels.hopper.backward_places import Grid, columns_of_tile, padded_start
 from flashdig.kernels.hopper.backward_scores import hidden, places, row_tiles, scores_of
+from flashdig.kernels.hopper.backward_shared import (
+    MEETING,
+    READ,
+    WRITTEN,
+    arrive_at,
+    following_tile,
+    free_rows,
+    meet_at,
+    new_shared,
+    of_sequence_and_head,
+    produce,
+    wait_for_rows,
+)
 from flashdig.kernels.hopper.problem import Problem
-from flashdig.kernels.hopper.ring import Ring, new_ring, release, take, wait_until_empty
-from flashdig.kernels.hopper.rows import Rows, load_rows, store_rows
+from flashdig.kernels.hopper.rows import Rows, store_rows
 
 KEYS = gl.constexpr(64)  # of a warpgroup
-
-
-@aggregate
-class Shared:
-    """What the warps hand to each other.
-
-    Attributes:
-        k, v: (1, BLOCK_N, HEAD_DIM); kv_full, kv_empty: their barriers.
-        queries, grads: rings of Q and of dO.
-        lse, delta: (STAGES, BLOCK_M), beside the rings' tiles.
-        dscores: (2, BLOCK_N, BLOCK_M): dS^T of this step and of the last.
-    """
-
-    k: gl.shared_memory_descriptor
-    v: gl.shared_memory_descriptor
-    kv_full: gl.shared_memory_descriptor
-    kv_empty: gl.shared_memory_descriptor
-    queries: Ring
-    grads: Ring
-    lse: gl.shared_memory_descriptor
-    delta: gl.shared_memory_descriptor
-    dscores: gl.shared_memory_descriptor
-
-    @gluon.constexpr_function
-    def __init__(self, k, v, kv_full, kv_empty, queries, grads, lse, delta, dscores):
-        self.k = k
-        self.v = v
-        self.kv_full = kv_full
-        self.kv_empty = kv_empty
-        self.queries = queries
-        self.grads = grads
-        self.lse = lse
-        self.delta = delta
-        self.dscores = dscores
-
-
-@gluon.jit
-def _put_rows(ring, statistics, step, desc, statistics_desc, query_rows, row, statistics_row):
-    """Producer: a tile of rows and its row statistics under one barrier."""
-    stage = step % ring.STAGES
-    full = wait_until_empty(ring, step)
-    mbarrier.expect(full, desc.block_type.nbytes + statistics_desc.block_type.nbytes)
-    load_tile(statistics_desc, [statistics_row], full, statistics.index(stage))
-    load_rows(desc, query_rows, row, 0, full, ring.tiles.index(stage))
-
-
-@gluon.jit
-def produce(
-    q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc, cu_q_ptr, cu_k_ptr, used_q_ptr,
-    used_k_ptr, shared, problem, grid,
-):  # fmt: skip
-    BLOCK_M: gl.constexpr = shared.dscores.shape[2]
-    BLOCK_N: gl.constexpr = shared.k.shape[1]
-    walks = gl.program_id(0) * 0
-    done = walks
-    for tile in range(gl.program_id(0), grid.tiles, gl.num_programs(0)):
-        batch, head_kv, start_n, first_q, seqlen_q, first_k, seqlen_k, offset, padded_row = (
-            columns_of_tile(
-                grid, problem, cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr, tile, BLOCK_N
-            )
-        )
-        if start_n < seqlen_k:
-            of_sequence = of_sequence_and_head(problem, seqlen_q, seqlen_k, offset, problem.slope)
-            first, _, _, end = row_tiles(of_sequence, start_n, BLOCK_M, BLOCK_N)
-            key_rows = Rows(batch, head_kv, first_k, seqlen_k, grid.PACKED, 1)
-            full = shared.kv_full
-            mbarrier.wait(shared.kv_empty, (walks & 1) ^ 1)
-            mbarrier.expect(full, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
-            load_rows(k_desc, key_rows, start_n, 0, full, shared.k.index(0))
-            load_rows(v_desc, key_rows, start_n, 0, full, shared.v.index(0))
-            for member in range(grid.group_size):
-                head = head_kv * grid.group_size + member
-                query_rows = Rows(batch, head, first_q, seqlen_q, grid.PACKED, 1)
-                # a descriptor's coordinates have 32 bits, and so many rows a tensor
-                statistics = padded_start(grid, batch, head, padded_row).to(gl.int32)
-                for row_tile in range(first, end):
-                    row = row_tile * BLOCK_M
-                    _put_rows(
-                        shared.queries, shared.lse, done, q_desc, lse_desc, query_rows, row,
-                        statistics + row,
-                    )  # fmt: skip
-                    _put_rows(
-                        shared.grads, shared.delta, done, dout_desc, delta_desc, query_rows, row,
-                        statistics + row,
-                    )  # fmt: skip
-                    done += 1
-            walks += 1
-
-
-@gluon.jit
-def consumers_meet():
-    """All threads of both consumers wait for each other, at a hardware barrier of their own."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    gl.inline_asm_elementwise(
-        "bar.sync 8, 256; mov.b32 $0, $1;",  # Triton numbers its own from 0
-        "=r,r",
-        [gl.arange(0, 128, layout)],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @gluon.jit
@@ -157,39 +67,56 @@ def add_registers(pointer, x):
 
 
 @gluon.jit
+def _start_dq(shared, k, parity, CONSUMER: gl.constexpr):
+    """A consumer's part of dQ, begun: half of the rows or, where they are 64, of the columns."""
+    BLOCK_M: gl.constexpr = shared.dscores.shape[2]
+    COLUMNS: gl.constexpr = shared.k.shape[2] * BLOCK_M // 128
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    ds = shared.dscores.index(parity).permute((1, 0))
+    if BLOCK_M == 64:
+        k = k.slice(CONSUMER * COLUMNS, COLUMNS, 1)
+    else:
+        ds = ds.slice(CONSUMER * 64, 64, 0)
+    zeros = gl.zeros([64, COLUMNS], gl.float32, layout)
+    return warpgroup_mma(ds, k, zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
 def _walk(
     state, shared, problem, dq_ptr, start_n, begin, stop, step_of_tile_0, last_step,
     CONSUMER: gl.constexpr, MASKED: gl.constexpr, WITH_DQ: gl.constexpr, AHEAD: gl.constexpr,
+    LATE: gl.constexpr,
 ):  # fmt: skip
-    """Row tiles begin..stop; S^T of the first is in `state`, as is that of the next at the end."""
-    dk, dv, products = state
+    """Row tiles begin..stop; AHEAD, S^T of the first is in `state`, as is that of the next at the
+    end; LATE, `dq_before` there is where dQ of the step before is added up."""
+    dk, dv, products, dq_before = state
     dtype: gl.constexpr = shared.k.dtype
     HEAD_DIM: gl.constexpr = shared.k.shape[2]
     BLOCK_M: gl.constexpr = shared.dscores.shape[2]
+    HALF: gl.constexpr = HEAD_DIM * BLOCK_M // 2
     s_layout: gl.constexpr = products.type.layout
     operand: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
     row_layout: gl.constexpr = gl.SliceLayout(0, s_layout)
     zeros = gl.zeros([KEYS, BLOCK_M], gl.float32, s_layout)
-    # of dQ a consumer makes half of the rows or, where they are 64, half of the columns
-    DQ_COLUMNS: gl.constexpr = HEAD_DIM * BLOCK_M // 128
-    q_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DQ_COLUMNS, 16])
-    zeros_q = gl.zeros([64, DQ_COLUMNS], gl.float32, q_layout)
+    stages = shared.rows
     for tile in range(begin, stop):
         step = step_of_tile_0 + tile
-        stage = step % shared.queries.STAGES
         # always 0, but not to LLVM, which would keep the descriptors of K and V in registers
         none = step >> 30
         k = shared.k.index(none).slice(CONSUMER * KEYS, KEYS, 0)
         v = shared.v.index(none).slice(CONSUMER * KEYS, KEYS, 0)
+        stage = step % stages.STAGES if AHEAD else wait_for_rows(stages, step)
+        q = stages.queries.index(stage)
+        dout = stages.grads.index(stage)
 
         if not AHEAD:
-            q_now = take(shared.queries, step).permute((1, 0))
-            products_started = warpgroup_mma(k, q_now, zeros, use_acc=False, is_async=True)
-        dout = take(shared.grads, step)
+            products_started = warpgroup_mma(
+                k, q.permute((1, 0)), zeros, use_acc=False, is_async=True
+            )
         dprobs_started = warpgroup_mma(v, dout.permute((1, 0)), zeros, use_acc=False, is_async=True)
         if not AHEAD:
             products = warpgroup_mma_wait(1, deps=(products_started,))
-        lse = shared.lse.index(stage).load(row_layout)
+        lse = stages.lse.index(stage).load(row_layout)
         keys, rows = places(products, tile * BLOCK_M, start_n + CONSUMER * KEYS, True)
         scores, slope = scores_of(products, problem, keys, rows)
         if MASKED:
@@ -200,59 +127,55 @@ def _walk(
             probs = probs * slope
         dv_started = warpgroup_mma(p, dout, dv, is_async=True)
         dprobs = warpgroup_mma_wait(1, deps=(dprobs_started,))
-        delta = shared.delta.index(step % shared.grads.STAGES).load(row_layout)
+        delta = stages.delta.index(stage).load(row_layout)
         dscores = probs * (dprobs - delta[None, :])
         ds_half = dscores.to(dtype)
         ds = gl.convert_layout(ds_half, operand)
 
-        if AHEAD and not WITH_DQ:
-            q_next = take(shared.queries, gl.minimum(step + 1, last_step)).permute((1, 0))
-            products_started = warpgroup_mma(k, q_next, zeros, use_acc=False, is_async=True)
-        q = shared.queries.tiles.index(stage)
         if WITH_DQ:
-            exchange = shared.dscores.index(step & 1)
-            exchange.slice(CONSUMER * KEYS, KEYS, 0).store(ds_half)
+            parity = step & 1
+            if LATE:
+                meet_at(READ + 2 * (1 - CONSUMER) + parity)
+            shared.dscores.index(parity).slice(CONSUMER * KEYS, KEYS, 0).store(ds_half)
             fence_async_shared()
-            consumers_meet()
-            dv, _ = warpgroup_mma_wait(0, deps=(dv_started, p))
-            release(shared.grads, step)
-            if AHEAD:
-                q_next = take(shared.queries, gl.minimum(step + 1, last_step)).permute((1, 0))
-                products_started = warpgroup_mma(k, q_next, zeros, use_acc=False, is_async=True)
-            if BLOCK_M == 64:
-                ds_rows = exchange.permute((1, 0))
-                k_columns = shared.k.index(none).slice(CONSUMER * DQ_COLUMNS, DQ_COLUMNS, 1)
+            if LATE:
+                arrive_at(WRITTEN + 2 * CONSUMER + parity)
             else:
-                ds_rows = exchange.permute((1, 0)).slice(CONSUMER * 64, 64, 0)
-                k_columns = shared.k.index(none)
-            dq_started = warpgroup_mma(ds_rows, k_columns, zeros_q, use_acc=False, is_async=True)
+                meet_at(MEETING)
+            dv, _ = warpgroup_mma_wait(0, deps=(dv_started, p))
+            if AHEAD:
+                stage_next = wait_for_rows(stages, gl.minimum(step + 1, last_step))
+                q_next = stages.queries.index(stage_next).permute((1, 0))
+                products_started = warpgroup_mma(k, q_next, zeros, use_acc=False, is_async=True)
+            if LATE:
+                parity = parity ^ 1
+                meet_at(WRITTEN + 2 * (1 - CONSUMER) + parity)
+            dq_started = _start_dq(shared, shared.k.index(none), parity, CONSUMER)
             dk_started = warpgroup_mma(ds, q, dk, is_async=True)
             if not AHEAD:
                 dq = warpgroup_mma_wait(1, deps=(dq_started,))
             else:
                 products, dq = warpgroup_mma_wait(1, deps=(products_started, dq_started))
-            half = 64 * DQ_COLUMNS
-            add_registers(dq_ptr + (2 * tile + CONSUMER) * half, dq)
+            dq_now = dq_ptr + (2 * tile + CONSUMER) * HALF
+            if LATE:
+                arrive_at(READ + 2 * CONSUMER + parity)
+                add_registers(dq_before, dq)
+                dq_before = dq_now
+            else:
+                add_registers(dq_now, dq)
         else:
+            if AHEAD:
+                stage_next = wait_for_rows(stages, gl.minimum(step + 1, last_step))
+                q_next = stages.queries.index(stage_next).permute((1, 0))
+                products_started = warpgroup_mma(k, q_next, zeros, use_acc=False, is_async=True)
             dk_started = warpgroup_mma(ds, q, dk, is_async=True)
             if not AHEAD:
                 dv, _ = warpgroup_mma_wait(1, deps=(dv_started, p))
             else:
                 dv, _, products = warpgroup_mma_wait(1, deps=(dv_started, p, products_started))
-            release(shared.grads, step)
         dk, _ = warpgroup_mma_wait(0, deps=(dk_started, ds))
-        release(shared.queries, step)
-    return dk, dv, products
-
-
-@gluon.jit
-def of_sequence_and_head(problem, seqlen_q, seqlen_k, offset, slope):
-    """The problem of one sequence and head."""
-    return Problem(
-        seqlen_q, seqlen_k, offset, problem.left, problem.right, problem.score_factor,
-        problem.exp_factor, problem.softcap, slope,
-        problem.LEFT, problem.RIGHT, problem.SOFTCAP, problem.ALIBI,
-    )  # fmt: skip
+        free_rows(stages, step)
+    return dk, dv, products, dq_before
 
 
 @gluon.jit
@@ -267,7 +190,7 @@ def _store_half(desc, x, staging, key_rows, row):
 def _make_columns(
     dk_desc, dv_desc, dq_ptr, slopes_ptr, shared, problem, grid, batch, head_kv, start_n, first_q,
     seqlen_q, first_k, seqlen_k, offset, padded_row, walks, done, softmax_scale,
-    CONSUMER: gl.constexpr, WITH_DQ: gl.constexpr, AHEAD: gl.constexpr,
+    CONSUMER: gl.constexpr, WITH_DQ: gl.constexpr, AHEAD: gl.constexpr, LATE: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of a consumer's half of a tile of keys; `done` steps of the rings, afterwards."""
     dtype: gl.constexpr = shared.k.dtype
@@ -285,10 +208,20 @@ def _make_columns(
     mbarrier.wait(shared.kv_full, walks & 1)
     if AHEAD:
         k = shared.k.index(0).slice(CONSUMER * KEYS, KEYS, 0)
-        q = take(shared.queries, done).permute((1, 0))
+        q = shared.rows.queries.index(wait_for_rows(shared.rows, done)).permute((1, 0))
         products_started = warpgroup_mma(k, q, zeros, use_acc=False, is_async=True)
         products = warpgroup_mma_wait(0, deps=(products_started,))
     last_step = done + grid.group_size * (end - first) - 1
+    dq_before = start_n
+    if LATE:
+        # dS of zeros stands before the first step, added where the first tile's will be
+        fresh = padded_start(grid, batch, head_kv * grid.group_size, padded_row)
+        dq_before = dq_ptr + fresh * HEAD_DIM + (2 * first + CONSUMER) * (HEAD_DIM * BLOCK_M // 2)
+        parity = (done & 1) ^ 1
+        shared.dscores.index(parity).slice(CONSUMER * KEYS, KEYS, 0).store(zeros.to(dtype))
+        fence_async_shared()
+        arrive_at(WRITTEN + 2 * CONSUMER + parity)
+        arrive_at(READ + 2 * CONSUMER + (parity ^ 1))
     for member in range(grid.group_size):
         head = head_kv * grid.group_size + member
         of_head = of_sequence
@@ -300,20 +233,26 @@ def _make_columns(
             dq_head += padded_start(grid, batch, head, padded_row) * HEAD_DIM
         step_of_tile_0 = done - first
         # rows cut by the diagonal, whole ones, rows cut on the window's left side
-        dk, dv, products = _walk(
-            (dk, dv, products), shared, of_head, dq_head, start_n, first, full_first,
-            step_of_tile_0, last_step, CONSUMER, True, WITH_DQ, AHEAD,
+        dk, dv, products, dq_before = _walk(
+            (dk, dv, products, dq_before), shared, of_head, dq_head, start_n, first, full_first,
+            step_of_tile_0, last_step, CONSUMER, True, WITH_DQ, AHEAD, LATE,
         )  # fmt: skip
-        dk, dv, products = _walk(
-            (dk, dv, products), shared, of_head, dq_head, start_n, full_first, full_end,
-            step_of_tile_0, last_step, CONSUMER, False, WITH_DQ, AHEAD,
+        dk, dv, products, dq_before = _walk(
+            (dk, dv, products, dq_before), shared, of_head, dq_head, start_n, full_first, full_end,
+            step_of_tile_0, last_step, CONSUMER, False, WITH_DQ, AHEAD, LATE,
         )  # fmt: skip
         if problem.LEFT:
-            dk, dv, products = _walk(
-                (dk, dv, products), shared, of_head, dq_head, start_n, full_end, end,
-                step_of_tile_0, last_step, CONSUMER, True, WITH_DQ, AHEAD,
+            dk, dv, products, dq_before = _walk(
+                (dk, dv, products, dq_before), shared, of_head, dq_head, start_n, full_end, end,
+                step_of_tile_0, last_step, CONSUMER, True, WITH_DQ, AHEAD, LATE,
             )  # fmt: skip
         done += end - first
+    if LATE:
+        parity = (done & 1) ^ 1
+        meet_at(WRITTEN + 2 * (1 - CONSUMER) + parity)
+        meet_at(READ + 2 * (1 - CONSUMER) + (parity ^ 1))
+        dq = warpgroup_mma_wait(0, deps=(_start_dq(shared, shared.k.index(0), parity, CONSUMER),))
+        add_registers(dq_before, dq)
     mbarrier.arrive(shared.kv_empty, count=1)
 
     # gradients leave through the buffers of dS, of which each consumer takes a part for itself
@@ -322,7 +261,7 @@ def _make_columns(
     staging = reinterpreted(shared.dscores, dtype, [HALVES, KEYS, HEAD_DIM], half)
     key_rows = Rows(batch, head_kv, first_k, seqlen_k, grid.PACKED, 1)
     row = start_n + CONSUMER * KEYS
-    consumers_meet()
+    meet_at(MEETING)
     _store_half(dv_desc, dv, staging.index(CONSUMER), key_rows, row)
     if HALVES == 2:
         wait_for_tile_stores(0)
@@ -331,7 +270,7 @@ def _make_columns(
         own = staging.index(2 + CONSUMER)
     _store_half(dk_desc, dk * softmax_scale, own, key_rows, row)
     wait_for_tile_stores(0)
-    consumers_meet()
+    meet_at(MEETING)
     return done
 
 
@@ -339,12 +278,14 @@ def _make_columns(
 def _consume(
     dk_desc, dv_desc, dq_ptr, slopes_ptr, cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr, shared,
     problem, grid, stride_slopes_b, softmax_scale,
-    CONSUMER: gl.constexpr, WITH_DQ: gl.constexpr, AHEAD: gl.constexpr,
+    CONSUMER: gl.constexpr, WITH_DQ: gl.constexpr, AHEAD: gl.constexpr, LATE: gl.constexpr,
 ):  # fmt: skip
     BLOCK_N: gl.constexpr = shared.k.shape[1]
-    walks = gl.program_id(0) * 0
-    done = walks
-    for tile in range(gl.program_id(0), grid.tiles, gl.num_programs(0)):
+    tile = gl.program_id(0)
+    count = tile * 0  # tiles of keys so far
+    walks = tile * 0  # of them, those that are there
+    done = tile * 0  # tiles of rows so far
+    while tile < grid.tiles:
         batch, head_kv, start_n, first_q, seqlen_q, first_k, seqlen_k, offset, padded_row = (
             columns_of_tile(
                 grid, problem, cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr, tile, BLOCK_N
@@ -357,9 +298,11 @@ def _consume(
             done = _make_columns(
                 dk_desc, dv_desc, dq_ptr, slopes_of_batch, shared, problem, grid, batch, head_kv,
                 start_n, first_q, seqlen_q, first_k, seqlen_k, offset, padded_row, walks, done,
-                softmax_scale, CONSUMER, WITH_DQ, AHEAD,
+                softmax_scale, CONSUMER, WITH_DQ, AHEAD, LATE,
             )  # fmt: skip
             walks += 1
+        tile = following_tile(shared, count, tile)
+        count += 1
 
 
 def _name(specialization):
@@ -403,6 +346,7 @@ def flashdig_hopper_backward(
     cu_seqlens_k_ptr,
     seqused_q_ptr,
     seqused_k_ptr,
+    counter_ptr,
     batch_size,
     num_heads,
     group_size,
@@ -428,27 +372,11 @@ def flashdig_hopper_backward(
     SOFTCAP: gl.constexpr,
     WITH_DQ: gl.constexpr,
     AHEAD: gl.constexpr,
+    LATE: gl.constexpr,
+    COUNTED: gl.constexpr,
 ):
-    dtype: gl.constexpr = q_desc.dtype
     BLOCK_N: gl.constexpr = 2 * KEYS
-    tile_kv: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, HEAD_DIM], dtype)
-    tile_ds: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], dtype)
-    statistics: gl.constexpr = lse_desc.layout
-    kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    kv_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(kv_full, count=1)
-    mbarrier.init(kv_empty, count=2)
-    shared = Shared(
-        gl.allocate_shared_memory(dtype, [1, BLOCK_N, HEAD_DIM], tile_kv),
-        gl.allocate_shared_memory(dtype, [1, BLOCK_N, HEAD_DIM], tile_kv),
-        kv_full,
-        kv_empty,
-        new_ring(dtype, BLOCK_M, HEAD_DIM, STAGES, 2),
-        new_ring(dtype, BLOCK_M, HEAD_DIM, STAGES, 2),
-        gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], statistics),
-        gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], statistics),
-        gl.allocate_shared_memory(dtype, [2, BLOCK_N, BLOCK_M], tile_ds),
-    )
+    shared = new_shared(q_desc, lse_desc, BLOCK_M, BLOCK_N, HEAD_DIM, STAGES, COUNTED)
     fence_async_shared()
 
     num_heads_kv = num_heads // group_size
@@ -471,11 +399,12 @@ def flashdig_hopper_backward(
     gl.warp_specialize([
         (_consume, (dk_desc, dv_desc, dq_ptr, slopes_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
                     seqused_q_ptr, seqused_k_ptr, shared, problem, grid, stride_slopes_b,
-                    softmax_scale, 0, WITH_DQ, AHEAD)),
+                    softmax_scale, 0, WITH_DQ, AHEAD, LATE)),
         (_consume, (dk_desc, dv_desc, dq_ptr, slopes_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
                     seqused_q_ptr, seqused_k_ptr, shared, problem, grid, stride_slopes_b,
-                    softmax_scale, 1, WITH_DQ, AHEAD)),
+                    softmax_scale, 1, WITH_DQ, AHEAD, LATE)),
         (produce, (q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc, cu_seqlens_q_ptr,
-                    cu_seqlens_k_ptr, seqused_q_ptr, seqused_k_ptr, shared, problem, grid)),
+                   cu_seqlens_k_ptr, seqused_q_ptr, seqused_k_ptr, counter_ptr, shared, problem,
+                   grid)),
     ], [4, 1], [240, 24])
     # fmt: on

@@ -21,35 +21,34 @@ from flashdig.kernels.gluon_api import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from flashdig.kernels.hopper.backward_main import (
-    Shared,
-    add_registers,
-    consumers_meet,
-    of_sequence_and_head,
-    produce,
-)
+from flashdig.kernels.hopper.backward_main import add_registers
 from flashdig.kernels.hopper.backward_names import kernel_name
 from flashdig.kernels.hopper.backward_places import Grid, columns_of_tile, padded_start
 from flashdig.kernels.hopper.backward_scores import hidden, places, row_tiles, scores_of
+from flashdig.kernels.hopper.backward_shared import (
+    MEETING,
+    arrive_at,
+    free_rows,
+    meet_at,
+    new_shared,
+    of_sequence_and_head,
+    produce,
+    wait_for_rows,
+)
 from flashdig.kernels.hopper.problem import Problem
-from flashdig.kernels.hopper.ring import new_ring, release, take, wait_until_empty
 from flashdig.kernels.hopper.rows import Rows, store_rows
 
 ROWS = gl.constexpr(64)  # of a tile of queries, and keys of a tile
-
-
-@gluon.jit
-def _hand_over(ring, step, x):
-    """x becomes tile number `step` of a ring between the consumers."""
-    full = wait_until_empty(ring, step)
-    ring.tiles.index(step % ring.STAGES).store(x)
-    fence_async_shared()
-    mbarrier.arrive(full, count=1)
+# hardware barriers, + parity of the step: P and dS are handed over in two buffers each
+P_WRITTEN = gl.constexpr(8)
+P_READ = gl.constexpr(10)
+DS_WRITTEN = gl.constexpr(12)
+DS_READ = gl.constexpr(14)
 
 
 @gluon.jit
 def _walk_for_dv(
-    dv, dq_before, shared, probs_ring, ds_ring, problem, dq_ptr, start_n, begin, stop,
+    dv, dq_before, shared, probs_tiles, problem, dq_ptr, start_n, begin, stop,
     step_of_tile_0, MASKED: gl.constexpr, WITH_DQ: gl.constexpr,
 ):  # fmt: skip
     """Row tiles begin..stop. `dq_before` is where dQ of the step before is added up."""
@@ -63,15 +62,15 @@ def _walk_for_dv(
     zeros_q = gl.zeros([ROWS, HALF], gl.float32, q_layout)
     for tile in range(begin, stop):
         step = step_of_tile_0 + tile
-        stage = step % shared.queries.STAGES
+        parity = step & 1
         # always 0, but not to LLVM, which would keep the descriptors of K in registers
         none = step >> 30
         k = shared.k.index(none)
-        q = take(shared.queries, step).permute((1, 0))
+        stage = wait_for_rows(shared.rows, step)
+        q = shared.rows.queries.index(stage).permute((1, 0))
         products_started = warpgroup_mma(k, q, zeros, use_acc=False, is_async=True)
+        lse = shared.rows.lse.index(stage).load(gl.SliceLayout(0, s_layout))
         products = warpgroup_mma_wait(0, deps=(products_started,))
-        lse = shared.lse.index(stage).load(gl.SliceLayout(0, s_layout))
-        release(shared.queries, step)
         keys, rows = places(products, tile * ROWS, start_n, True)
         scores, slope = scores_of(products, problem, keys, rows)
         if MASKED:
@@ -81,29 +80,35 @@ def _walk_for_dv(
         p = gl.convert_layout(rounded, operand)
         if problem.SOFTCAP:  # dS is what the other makes of it
             rounded = (probs * slope).to(dtype)
-        _hand_over(probs_ring, step, rounded)
-        dout = take(shared.grads, step)
+        if step >= 2:
+            meet_at(P_READ + parity)
+        probs_tiles.index(parity).store(rounded)
+        fence_async_shared()
+        arrive_at(P_WRITTEN + parity)
+        dout = shared.rows.grads.index(stage)
         dv_started = warpgroup_mma(p, dout, dv, is_async=True)
         if WITH_DQ:
-            # tile number `step` of the ring is dS of the step before
-            ds = take(ds_ring, step).permute((1, 0))
+            # dS of the step before
+            if step > 0:
+                meet_at(DS_WRITTEN + parity)
+            ds = shared.dscores.index(parity).permute((1, 0))
             k_columns = k.slice(0, HALF, 1)
             dq_started = warpgroup_mma(ds, k_columns, zeros_q, use_acc=False, is_async=True)
             dv, _ = warpgroup_mma_wait(1, deps=(dv_started, p))
-            release(shared.grads, step)
+            free_rows(shared.rows, step)
             dq = warpgroup_mma_wait(0, deps=(dq_started,))
-            release(ds_ring, step)
+            arrive_at(DS_READ + parity)
             add_registers(dq_before, dq)
             dq_before = dq_ptr + 2 * tile * (ROWS * HALF)
         else:
             dv, _ = warpgroup_mma_wait(0, deps=(dv_started, p))
-            release(shared.grads, step)
+            free_rows(shared.rows, step)
     return dv, dq_before
 
 
 @gluon.jit
 def _make_dv(
-    dv_desc, dq_ptr, slopes_ptr, shared, probs_ring, ds_ring, problem, grid, batch, head_kv,
+    dv_desc, dq_ptr, slopes_ptr, shared, probs_tiles, problem, grid, batch, head_kv,
     start_n, key_rows, padded_row, WITH_DQ: gl.constexpr,
 ):  # fmt: skip
     HEAD_DIM: gl.constexpr = shared.k.shape[2]
@@ -118,7 +123,8 @@ def _make_dv(
     if WITH_DQ:
         dq_before = dq_ptr
         # before the first step: dS of zeros, added where the first tile's will be
-        _hand_over(ds_ring, 0, gl.zeros([ROWS, ROWS], dtype, s_layout))
+        shared.dscores.index(0).store(gl.zeros([ROWS, ROWS], dtype, s_layout))
+        fence_async_shared()
         head = head_kv * grid.group_size
         dq_before += padded_start(grid, batch, head, padded_row) * HEAD_DIM
         dq_before += 2 * first * (ROWS * HALF)
@@ -137,28 +143,33 @@ def _make_dv(
             )
         # rows cut by the diagonal, whole ones, rows cut on the window's left side
         dv, dq_before = _walk_for_dv(
-            dv, dq_before, shared, probs_ring, ds_ring, of_head, dq_head, start_n, first,
+            dv, dq_before, shared, probs_tiles, of_head, dq_head, start_n, first,
             full_first, done - first, True, WITH_DQ,
         )  # fmt: skip
         dv, dq_before = _walk_for_dv(
-            dv, dq_before, shared, probs_ring, ds_ring, of_head, dq_head, start_n, full_first,
+            dv, dq_before, shared, probs_tiles, of_head, dq_head, start_n, full_first,
             full_end, done - first, False, WITH_DQ,
         )  # fmt: skip
         if problem.LEFT:
             dv, dq_before = _walk_for_dv(
-                dv, dq_before, shared, probs_ring, ds_ring, of_head, dq_head, start_n, full_end,
+                dv, dq_before, shared, probs_tiles, of_head, dq_head, start_n, full_end,
                 end, done - first, True, WITH_DQ,
             )  # fmt: skip
         done += end - first
     if WITH_DQ:
-        ds = take(ds_ring, done).permute((1, 0))
+        meet_at(DS_WRITTEN + (done & 1))
+        ds = shared.dscores.index(done & 1).permute((1, 0))
         zeros_q = gl.zeros([ROWS, HALF], gl.float32, q_layout)
         k_columns = shared.k.index(0).slice(0, HALF, 1)
         dq_started = warpgroup_mma(ds, k_columns, zeros_q, use_acc=False, is_async=True)
         dq = warpgroup_mma_wait(0, deps=(dq_started,))
         add_registers(dq_before, dq)
+    # take up what was told last, of steps that never come
+    if done >= 2:
+        meet_at(P_READ + (done & 1))
+    meet_at(P_READ + ((done + 1) & 1))
     # through V's buffer, which nothing reads any more
-    consumers_meet()
+    meet_at(MEETING)
     shared.v.index(0).store(dv.to(dtype))
     fence_async_shared()
     store_rows(dv_desc, key_rows, start_n, 0, shared.v.index(0))
@@ -167,7 +178,7 @@ def _make_dv(
 
 @gluon.jit
 def _make_dk(
-    dk_desc, dq_ptr, shared, probs_ring, ds_ring, problem, grid, batch, head_kv, start_n, key_rows,
+    dk_desc, dq_ptr, shared, probs_tiles, problem, grid, batch, head_kv, start_n, key_rows,
     padded_row, softmax_scale, WITH_DQ: gl.constexpr,
 ):  # fmt: skip
     HEAD_DIM: gl.constexpr = shared.k.shape[2]
@@ -186,33 +197,41 @@ def _make_dk(
     for step in range(grid.group_size * steps):
         head = head_kv * grid.group_size + step // steps
         tile = first + step % steps
+        parity = step & 1
         none = step >> 30
-        dout = take(shared.grads, step).permute((1, 0))
+        stage = wait_for_rows(shared.rows, step)
+        dout = shared.rows.grads.index(stage).permute((1, 0))
         v = shared.v.index(none)
         dprobs_started = warpgroup_mma(v, dout, zeros, use_acc=False, is_async=True)
-        probs = take(probs_ring, step).load(s_layout).to(gl.float32)
-        release(probs_ring, step)
-        delta = shared.delta.index(step % shared.grads.STAGES).load(gl.SliceLayout(0, s_layout))
+        delta = shared.rows.delta.index(stage).load(gl.SliceLayout(0, s_layout))
+        meet_at(P_WRITTEN + parity)
+        probs = probs_tiles.index(parity).load(s_layout).to(gl.float32)
         dprobs = warpgroup_mma_wait(0, deps=(dprobs_started,))
-        release(shared.grads, step)
         rounded = (probs * (dprobs - delta[None, :])).to(dtype)
         ds = gl.convert_layout(rounded, operand)
+        arrive_at(P_READ + parity)
         if WITH_DQ:
             # after the zeros of the other's start
-            _hand_over(ds_ring, step + 1, rounded)
-            ds_rows = ds_ring.tiles.index((step + 1) % ds_ring.STAGES).permute((1, 0))
+            if step > 0:
+                meet_at(DS_READ + (parity ^ 1))
+            shared.dscores.index(parity ^ 1).store(rounded)
+            fence_async_shared()
+            arrive_at(DS_WRITTEN + (parity ^ 1))
+            ds_rows = shared.dscores.index(parity ^ 1).permute((1, 0))
             k_columns = shared.k.index(none).slice(HALF, HALF, 1)
             dq_started = warpgroup_mma(ds_rows, k_columns, zeros_q, use_acc=False, is_async=True)
-        q = take(shared.queries, step)
+        q = shared.rows.queries.index(stage)
         dk_started = warpgroup_mma(ds, q, dk, is_async=True)
         if WITH_DQ:
             dq = warpgroup_mma_wait(1, deps=(dq_started,))
             dq_head = dq_ptr + padded_start(grid, batch, head, padded_row) * HEAD_DIM
             add_registers(dq_head + (2 * tile + 1) * (ROWS * HALF), dq)
         dk, _ = warpgroup_mma_wait(0, deps=(dk_started, ds))
-        release(shared.queries, step)
+        free_rows(shared.rows, step)
+    if WITH_DQ:
+        meet_at(DS_READ + ((grid.group_size * steps + 1) & 1))
     # through K's buffer, which nothing reads any more
-    consumers_meet()
+    meet_at(MEETING)
     shared.k.index(0).store((dk * softmax_scale).to(dtype))
     fence_async_shared()
     store_rows(dk_desc, key_rows, start_n, 0, shared.k.index(0))
@@ -222,7 +241,7 @@ def _make_dk(
 @gluon.jit
 def _consume(
     dk_desc, dv_desc, dq_ptr, slopes_ptr, cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr, shared,
-    probs_ring, ds_ring, problem, grid, stride_slopes_b, softmax_scale,
+    probs_tiles, problem, grid, stride_slopes_b, softmax_scale,
     FOR_DV: gl.constexpr, WITH_DQ: gl.constexpr,
 ):  # fmt: skip
     batch, head_kv, start_n, _first_q, seqlen_q, first_k, seqlen_k, offset, padded_row = (
@@ -237,12 +256,12 @@ def _consume(
             if problem.ALIBI:
                 slopes_ptr += batch * stride_slopes_b
             _make_dv(
-                dv_desc, dq_ptr, slopes_ptr, shared, probs_ring, ds_ring, of_sequence, grid,
+                dv_desc, dq_ptr, slopes_ptr, shared, probs_tiles, of_sequence, grid,
                 batch, head_kv, start_n, key_rows, padded_row, WITH_DQ,
             )  # fmt: skip
         else:
             _make_dk(
-                dk_desc, dq_ptr, shared, probs_ring, ds_ring, of_sequence, grid, batch, head_kv,
+                dk_desc, dq_ptr, shared, probs_tiles, of_sequence, grid, batch, head_kv,
                 start_n, key_rows, padded_row, softmax_scale, WITH_DQ,
             )  # fmt: skip
 
@@ -288,6 +307,7 @@ def flashdig_hopper_backward_wide(
     cu_seqlens_k_ptr,
     seqused_q_ptr,
     seqused_k_ptr,
+    counter_ptr,
     batch_size,
     num_heads,
     group_size,
@@ -313,25 +333,9 @@ def flashdig_hopper_backward_wide(
     WITH_DQ: gl.constexpr,
 ):
     dtype: gl.constexpr = q_desc.dtype
-    tile_kv: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, HEAD_DIM], dtype)
-    statistics: gl.constexpr = lse_desc.layout
-    kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    kv_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(kv_full, count=1)
-    mbarrier.init(kv_empty, count=2)
-    probs_ring = new_ring(dtype, ROWS, ROWS, 2, 1)
-    ds_ring = new_ring(dtype, ROWS, ROWS, 2, 1)
-    shared = Shared(
-        gl.allocate_shared_memory(dtype, [1, ROWS, HEAD_DIM], tile_kv),
-        gl.allocate_shared_memory(dtype, [1, ROWS, HEAD_DIM], tile_kv),
-        kv_full,
-        kv_empty,
-        new_ring(dtype, ROWS, HEAD_DIM, STAGES, 2),
-        new_ring(dtype, ROWS, HEAD_DIM, STAGES, 2),
-        gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], statistics),
-        gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], statistics),
-        ds_ring.tiles,
-    )
+    tile_p: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, ROWS], dtype)
+    probs_tiles = gl.allocate_shared_memory(dtype, [2, ROWS, ROWS], tile_p)
+    shared = new_shared(q_desc, lse_desc, ROWS, ROWS, HEAD_DIM, STAGES, False)
     fence_async_shared()
 
     num_heads_kv = num_heads // group_size
@@ -353,12 +357,13 @@ def flashdig_hopper_backward_wide(
     # fmt: off
     gl.warp_specialize([
         (_consume, (dk_desc, dv_desc, dq_ptr, slopes_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
-                    seqused_q_ptr, seqused_k_ptr, shared, probs_ring, ds_ring, problem, grid,
+                    seqused_q_ptr, seqused_k_ptr, shared, probs_tiles, problem, grid,
                     stride_slopes_b, softmax_scale, True, WITH_DQ)),
         (_consume, (dk_desc, dv_desc, dq_ptr, slopes_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
-                    seqused_q_ptr, seqused_k_ptr, shared, probs_ring, ds_ring, problem, grid,
+                    seqused_q_ptr, seqused_k_ptr, shared, probs_tiles, problem, grid,
                     stride_slopes_b, softmax_scale, False, WITH_DQ)),
         (produce, (q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc, cu_seqlens_q_ptr,
-                   cu_seqlens_k_ptr, seqused_q_ptr, seqused_k_ptr, shared, problem, grid)),
+                   cu_seqlens_k_ptr, seqused_q_ptr, seqused_k_ptr, counter_ptr, shared, problem,
+                   grid)),
     ], [4, 1], [240, 24])
     # fmt: on

@@ -1,0 +1,286 @@
+"""What the warps of the Hopper backward hand to each other, and the producer. Device code.
+
+Full buffers are told by mbarriers, which count the bytes that TMA writes. That a buffer is read, or
+written by the other warpgroup, is told at hardware barriers: an arrival there costs one instruction
+a warp, where Triton gathers a warpgroup before it arrives at an mbarrier.
+"""
+
+from flashdig.kernels.gluon_api import aggregate, gl, gluon, load_tile, mbarrier
+from flashdig.kernels.hopper.backward_places import columns_of_tile, padded_start
+from flashdig.kernels.hopper.backward_scores import row_tiles
+from flashdig.kernels.hopper.problem import Problem
+from flashdig.kernels.hopper.rows import Rows, load_rows
+
+# Hardware barriers; Triton takes 0 to 3. A stage's is FREED + stage
+FREED = gl.constexpr(4)
+MEETING = gl.constexpr(7)
+# of dS that is handed over late: + 2 * consumer + parity of the step
+WRITTEN = gl.constexpr(8)
+READ = gl.constexpr(12)
+SENT_AHEAD = gl.constexpr(2)
+
+
+@aggregate
+class Stages:
+    """STAGES buffers of rows: tiles of Q and dO, and what belongs to their rows."""
+
+    queries: gl.shared_memory_descriptor
+    grads: gl.shared_memory_descriptor
+    lse: gl.shared_memory_descriptor
+    delta: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    STAGES: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, queries, grads, lse, delta, full, STAGES):
+        self.queries = queries
+        self.grads = grads
+        self.lse = lse
+        self.delta = delta
+        self.full = full
+        self.STAGES = gl.constexpr(STAGES)
+
+
+@aggregate
+class Shared:
+    """What the warps hand to each other.
+
+    Attributes:
+        k, v: (1, BLOCK_N, HEAD_DIM); kv_full, kv_empty: their barriers.
+        rows: of BLOCK_M rows each.
+        dscores: (2, BLOCK_N, BLOCK_M): dS^T of this step and of the last.
+        mail, mail_full, mail_empty: numbers of tiles of keys, from the producer, where COUNTED.
+    """
+
+    k: gl.shared_memory_descriptor
+    v: gl.shared_memory_descriptor
+    kv_full: gl.shared_memory_descriptor
+    kv_empty: gl.shared_memory_descriptor
+    rows: Stages
+    dscores: gl.shared_memory_descriptor
+    mail: gl.shared_memory_descriptor
+    mail_full: gl.shared_memory_descriptor
+    mail_empty: gl.shared_memory_descriptor
+    COUNTED: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(
+        self, k, v, kv_full, kv_empty, rows, dscores, mail, mail_full, mail_empty, COUNTED
+    ):
+        self.k = k
+        self.v = v
+        self.kv_full = kv_full
+        self.kv_empty = kv_empty
+        self.rows = rows
+        self.dscores = dscores
+        self.mail = mail
+        self.mail_full = mail_full
+        self.mail_empty = mail_empty
+        self.COUNTED = gl.constexpr(COUNTED)
+
+
+@gluon.jit
+def new_shared(
+    q_desc, lse_desc, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr,
+    STAGES: gl.constexpr, COUNTED: gl.constexpr,
+):  # fmt: skip
+    dtype: gl.constexpr = q_desc.dtype
+    statistics: gl.constexpr = lse_desc.layout
+    tile_kv: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, HEAD_DIM], dtype)
+    tile_q: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, HEAD_DIM], dtype)
+    tile_ds: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], dtype)
+    one_number: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    barrier: gl.constexpr = mbarrier.MBarrierLayout()
+    kv_full = gl.allocate_shared_memory(gl.int64, [1], barrier)
+    kv_empty = gl.allocate_shared_memory(gl.int64, [1], barrier)
+    mbarrier.init(kv_full, count=1)
+    mbarrier.init(kv_empty, count=2)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+    mail_full = gl.allocate_shared_memory(gl.int64, [SENT_AHEAD, 1], barrier)
+    mail_empty = gl.allocate_shared_memory(gl.int64, [SENT_AHEAD, 1], barrier)
+    for slot in gl.static_range(SENT_AHEAD):
+        mbarrier.init(mail_full.index(slot), count=1)
+        mbarrier.init(mail_empty.index(slot), count=2)
+    rows = Stages(
+        gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, HEAD_DIM], tile_q),
+        gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, HEAD_DIM], tile_q),
+        gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], statistics),
+        gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], statistics),
+        full,
+        STAGES,
+    )
+    return Shared(
+        gl.allocate_shared_memory(dtype, [1, BLOCK_N, HEAD_DIM], tile_kv),
+        gl.allocate_shared_memory(dtype, [1, BLOCK_N, HEAD_DIM], tile_kv),
+        kv_full,
+        kv_empty,
+        rows,
+        gl.allocate_shared_memory(dtype, [2, BLOCK_N, BLOCK_M], tile_ds),
+        gl.allocate_shared_memory(gl.int32, [SENT_AHEAD, 1], one_number),
+        mail_full,
+        mail_empty,
+        COUNTED,
+    )
+
+
+@gluon.jit
+def meet_at(number):
+    """Both consumers' 256 threads: wait until all have arrived at a hardware barrier."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    gl.inline_asm_elementwise(
+        "bar.sync $1, 256; mov.b32 $0, $1;",
+        "=r,r",
+        [gl.full([128], 0, gl.int32, layout) + number],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def arrive_at(number):
+    """One consumer's half of `meet_at`, without waiting."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    gl.inline_asm_elementwise(
+        "bar.arrive $1, 256; mov.b32 $0, $1;",
+        "=r,r",
+        [gl.full([128], 0, gl.int32, layout) + number],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def wait_for_rows(rows, step):
+    """Consumer: the stage of step number `step`, once its rows are there."""
+    stage = step % rows.STAGES
+    mbarrier.wait(rows.full.index(stage), (step // rows.STAGES) & 1)
+    return stage
+
+
+@gluon.jit
+def free_rows(rows, step):
+    """Consumer: the rows of a step are read; once a step."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    gl.inline_asm_elementwise(
+        "bar.arrive $1, 288; mov.b32 $0, $1;",
+        "=r,r",
+        [gl.full([128], 0, gl.int32, layout) + (FREED + step % rows.STAGES)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _wait_until_free(rows, step):
+    """Producer, one warp: until both consumers have freed what stands where a step's rows go."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    gl.inline_asm_elementwise(
+        "bar.sync $1, 288; mov.b32 $0, $1;",
+        "=r,r",
+        [gl.full([32], 0, gl.int32, layout) + (FREED + step % rows.STAGES)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _send(shared, count, number):
+    slot = count % SENT_AHEAD
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    mbarrier.wait(shared.mail_empty.index(slot), ((count // SENT_AHEAD) & 1) ^ 1)
+    shared.mail.index(slot).store(gl.full([1], 0, gl.int32, layout) + number)
+    mbarrier.arrive(shared.mail_full.index(slot), count=1)
+
+
+@gluon.jit
+def following_tile(shared, count, tile):
+    """Consumer: the tile of keys after number `count` of this block, which is `tile`."""
+    following = tile + gl.num_programs(0)
+    if shared.COUNTED:
+        slot = count % SENT_AHEAD
+        layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+        mbarrier.wait(shared.mail_full.index(slot), (count // SENT_AHEAD) & 1)
+        following = gl.max(shared.mail.index(slot).load(layout), 0)
+        mbarrier.arrive(shared.mail_empty.index(slot), count=1)
+    return following
+
+
+@gluon.jit
+def _put_rows(
+    rows, step, q_desc, dout_desc, lse_desc, delta_desc, query_rows, row, statistics_row
+):  # fmt: skip
+    stage = step % rows.STAGES
+    if step >= rows.STAGES:
+        _wait_until_free(rows, step)
+    full = rows.full.index(stage)
+    mbarrier.expect(full, 2 * (q_desc.block_type.nbytes + lse_desc.block_type.nbytes))
+    load_tile(lse_desc, [statistics_row], full, rows.lse.index(stage))
+    load_rows(q_desc, query_rows, row, 0, full, rows.queries.index(stage))
+    load_rows(dout_desc, query_rows, row, 0, full, rows.grads.index(stage))
+    load_tile(delta_desc, [statistics_row], full, rows.delta.index(stage))
+
+
+@gluon.jit
+def produce(
+    q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc, cu_q_ptr, cu_k_ptr, used_q_ptr,
+    used_k_ptr, counter_ptr, shared, problem, grid,
+):  # fmt: skip
+    BLOCK_M: gl.constexpr = shared.dscores.shape[2]
+    BLOCK_N: gl.constexpr = shared.k.shape[1]
+    tile = gl.program_id(0)
+    count = tile * 0  # tiles of keys so far
+    walks = tile * 0  # of them, those that are there
+    done = tile * 0  # tiles of rows so far
+    while tile < grid.tiles:
+        following = tile + gl.num_programs(0)
+        if shared.COUNTED:
+            following = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1)
+            _send(shared, count, following)
+        batch, head_kv, start_n, first_q, seqlen_q, first_k, seqlen_k, offset, padded_row = (
+            columns_of_tile(
+                grid, problem, cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr, tile, BLOCK_N
+            )
+        )
+        if start_n < seqlen_k:
+            of_sequence = of_sequence_and_head(problem, seqlen_q, seqlen_k, offset, problem.slope)
+            first, _, _, end = row_tiles(of_sequence, start_n, BLOCK_M, BLOCK_N)
+            key_rows = Rows(batch, head_kv, first_k, seqlen_k, grid.PACKED, 1)
+            full = shared.kv_full
+            mbarrier.wait(shared.kv_empty, (walks & 1) ^ 1)
+            mbarrier.expect(full, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
+            load_rows(k_desc, key_rows, start_n, 0, full, shared.k.index(0))
+            load_rows(v_desc, key_rows, start_n, 0, full, shared.v.index(0))
+            for member in range(grid.group_size):
+                head = head_kv * grid.group_size + member
+                query_rows = Rows(batch, head, first_q, seqlen_q, grid.PACKED, 1)
+                # a descriptor's coordinates have 32 bits, and so many rows a tensor
+                statistics = padded_start(grid, batch, head, padded_row).to(gl.int32)
+                for row_tile in range(first, end):
+                    row = row_tile * BLOCK_M
+                    _put_rows(
+                        shared.rows, done, q_desc, dout_desc, lse_desc, delta_desc, query_rows,
+                        row, statistics + row,
+                    )  # fmt: skip
+                    done += 1
+            walks += 1
+        count += 1
+        tile = following
+    # leave no arrival behind
+    for step in range(gl.maximum(done - shared.rows.STAGES, 0), done):
+        _wait_until_free(shared.rows, step)
+
+
+@gluon.jit
+def of_sequence_and_head(problem, seqlen_q, seqlen_k, offset, slope):
+    """The problem of one sequence and head."""
+    return Problem(
+        seqlen_q, seqlen_k, offset, problem.left, problem.right, problem.score_factor,
+        problem.exp_factor, problem.softcap, slope,
+        problem.LEFT, problem.RIGHT, problem.SOFTCAP, problem.ALIBI,
+    )  # fmt: skip
