@@ -166,8 +166,8 @@ def test_packed_queries_over_pages_copy_no_page() -> None:
     assert_is_exact(out[:, None], q[:, None], *gathered, lengths)
 
 
-def test_counters_of_parts_serve_eager_calls_and_graphs_side_by_side() -> None:
-    """Splits are joined by whoever is last: streams and graphs must not count for each other."""
+def test_parts_of_eager_calls_and_graphs_side_by_side() -> None:
+    """No call joins what another stream or a replayed graph left."""
     cases = []
     for batch, length in ((1, 4000), (3, 700), (2, 2500)):
         q, k, v = randn(batch, 1, 16, 64), randn(batch, length, 2, 64), randn(batch, length, 2, 64)
