@@ -96,8 +96,7 @@ def _fused_cpu(problem: AttentionProblem, request: Request) -> list[str]:
     return reasons
 
 
-def _hopper(problem: AttentionProblem, request: Request) -> list[str]:
-    """The Gluon kernels of sm_90a: 16-bit, without bias and dropout."""
+def _against_sm_90(request: Request) -> list[str]:
     reasons = []
     if not request.triton:
         reasons.append("Triton is not installed")
@@ -107,17 +106,47 @@ def _hopper(problem: AttentionProblem, request: Request) -> list[str]:
     if capability is not None and capability != (9, 0):
         major, minor = capability
         reasons.append(f"needs compute capability 9.0, the device has {major}.{minor}")
+    return reasons
+
+
+def _against_widths(problem: AttentionProblem, unit: int) -> list[str]:
+    return [
+        f"{name} must be a multiple of {unit} between {unit} and 256, not {size}"
+        for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v))
+        if not unit <= size <= 256 or size % unit
+    ]
+
+
+def _hopper(problem: AttentionProblem, request: Request) -> list[str]:
+    """The Gluon kernels of sm_90a: 16-bit, without bias and dropout."""
+    reasons = _against_sm_90(request)
     if problem.dtype not in ("float16", "bfloat16"):
         reasons.append(f"serves float16 and bfloat16, not {problem.dtype}")
     if request.out_dtype not in (None, problem.dtype):
         reasons.append(f"out_dtype is always the dtype of q, not {request.out_dtype}")
-    for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
-        if not 8 <= size <= 256 or size % 8:
-            reasons.append(f"{name} must be a multiple of 8 between 8 and 256, not {size}")
+    reasons += _against_widths(problem, 8)
     for name, asked in (
         ("dropout", problem.dropout),
         ("bias", problem.bias != "none"),
         ("descale factors", request.descale),
+        ("page_table", request.paged),
+    ):
+        if asked:
+            reasons.append(f"no {name}")
+    return reasons
+
+
+def _hopper_fp8(problem: AttentionProblem, request: Request) -> list[str]:
+    """The fp8 forward of sm_90a: e4m3, without bias, dropout and pages."""
+    reasons = _against_sm_90(request)
+    if problem.dtype != "float8_e4m3fn":
+        reasons.append(f"serves float8_e4m3fn, not {problem.dtype}")
+    if request.out_dtype not in (None, "float16", "bfloat16"):
+        reasons.append(f"out_dtype must be float16 or bfloat16, not {request.out_dtype}")
+    reasons += _against_widths(problem, 16)
+    for name, asked in (
+        ("dropout", problem.dropout),
+        ("bias", problem.bias != "none"),
         ("page_table", request.paged),
     ):
         if asked:
@@ -183,6 +212,12 @@ BACKENDS = (
         "Gluon kernels for Hopper (sm_90a), forward and backward",
         True,
         _hopper,
+    ),
+    Backend(
+        "hopper_fp8",
+        "e4m3 forward in Gluon for Hopper (sm_90a): compiled, never run on a GPU yet",
+        False,
+        _hopper_fp8,
     ),
     Backend("triton", "portable Triton kernels, NVIDIA GPUs since Ampere", True, _triton),
     Backend(

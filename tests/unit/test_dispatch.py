@@ -23,11 +23,13 @@ def test_names_are_unique_and_in_the_order_of_preference() -> None:
     assert names == [
         "fused_cpu",
         "hopper",
+        "hopper_fp8",
         "triton",
         "tiled",
         "reference",
     ]
-    assert [backend.name for backend in BACKENDS if not backend.in_auto] == ["reference"]
+    by_name_only = [backend.name for backend in BACKENDS if not backend.in_auto]
+    assert by_name_only == ["hopper_fp8", "reference"]
 
 
 @pytest.mark.parametrize(
@@ -124,6 +126,29 @@ def test_what_hopper_does_not_serve(change, request_change, reason) -> None:
         choose(problem, request, "hopper")
 
 
+@pytest.mark.parametrize(
+    ("change", "request_change", "reason"),
+    [
+        ({"dtype": "bfloat16"}, {}, "serves float8_e4m3fn, not bfloat16"),
+        ({"dtype": "float8_e5m2"}, {}, "serves float8_e4m3fn, not float8_e5m2"),
+        ({"head_dim": 72}, {}, "head_dim must be a multiple of 16 between 16 and 256, not 72"),
+        ({"bias": "bool"}, {}, "no bias"),
+        ({"packed": True}, {"paged": True}, "no page_table"),
+        ({}, {"out_dtype": "float32"}, "out_dtype must be float16 or bfloat16, not float32"),
+        ({}, {"compute_capability": (8, 9)}, "needs compute capability 9.0, the device has 8.9"),
+    ],
+)
+def test_what_the_fp8_forward_does_not_serve(change, request_change, reason) -> None:
+    served = HALF.replace(dtype="float8_e4m3fn", packed=True, softcap=5.0, sinks=True)
+    request = Request("cuda", (9, 0), descale=True, out_dtype="float16")
+    assert choose(served, request, "hopper_fp8").name == "hopper_fp8"
+    assert choose(served, request).name == "tiled"
+    found = reasons(
+        "hopper_fp8", served.replace(**change), Request(**{**vars(request), **request_change})
+    )
+    assert found == [reason]
+
+
 def test_the_interpreter_serves_what_it_multiplies_rightly() -> None:
     interpreted = Request("cpu", interpreter=True)
     assert reasons("triton", FLOAT, interpreted) == []
@@ -151,8 +176,8 @@ def test_the_fused_cpu_attention_serves_plain_problems_alone() -> None:
 
 
 def test_unknown_names_are_refused_with_the_known_ones() -> None:
-    message = "must be 'auto' or one of 'fused_cpu', 'hopper', 'triton', 'tiled', 'reference'"
-    with pytest.raises(ValueError, match=message):
+    names = "'fused_cpu', 'hopper', 'hopper_fp8', 'triton', 'tiled', 'reference'"
+    with pytest.raises(ValueError, match=f"must be 'auto' or one of {names}"):
         choose(HALF, AMPERE, "flash")
 
 

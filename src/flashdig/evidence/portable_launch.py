@@ -18,6 +18,7 @@ from flashdig.problem import AttentionProblem
 
 PREFIX = "portable:"
 HOPPER_FORWARD = "hopper:forward"
+HOPPER_FP8_FORWARD = "hopper:fp8_forward"
 # name -> whether dQ comes from a kernel of its own
 HOPPER_BACKWARD = {"hopper:backward": False, "hopper:backward_deterministic": True}
 # pass -> which of (q, k, v, bias, sinks) take a gradient
@@ -35,7 +36,8 @@ def launch(name: str, problem: AttentionProblem, arch: str) -> None:
 
     Args:
         name: "portable:" and "forward", "dq", "dkdv", "dk", "dv" or "bias"; or "hopper:forward",
-            "hopper:backward" or "hopper:backward_deterministic", with their own tiles.
+            "hopper:fp8_forward" (e4m3, with descale factors), "hopper:backward" or
+            "hopper:backward_deterministic", with their own tiles.
 
     Raises ValueError for another pass, and for what has no tile.
     """
@@ -43,6 +45,9 @@ def launch(name: str, problem: AttentionProblem, arch: str) -> None:
         from flashdig.kernels.hopper.forward_launch import attention_forward as hopper_forward
 
         hopper_forward(**_tensors(problem), **_settings(problem))
+        return
+    if name == HOPPER_FP8_FORWARD:
+        _launch_fp8(problem)
         return
     if name in HOPPER_BACKWARD:
         from flashdig.kernels.hopper.backward_operator import attention_backward as hopper_backward
@@ -73,7 +78,20 @@ def launch(name: str, problem: AttentionProblem, arch: str) -> None:
 
 def launches(name: str) -> bool:
     """Whether `launch` knows kernels of that kind of name."""
-    return name.startswith(PREFIX) or name == HOPPER_FORWARD or name in HOPPER_BACKWARD
+    return name.startswith(PREFIX) or name in (HOPPER_FORWARD, HOPPER_FP8_FORWARD, *HOPPER_BACKWARD)
+
+
+def _launch_fp8(problem: AttentionProblem) -> None:
+    from flashdig.kernels.hopper.fp8_launch import attention_forward as fp8_forward
+
+    tensors, settings = _tensors(problem), _settings(problem)
+    for name in ("bias", "dropout_seed"):
+        del tensors[name]
+    for name in ("dropout_p", "allow_tf32"):
+        del settings[name]
+    descale = torch.empty(problem.batch, problem.num_heads_kv, device="meta")
+    descales: dict[str, Any] = dict.fromkeys(("q_descale", "k_descale", "v_descale"), descale)
+    fp8_forward(**tensors, **descales, **settings)
 
 
 def _results(

@@ -16,6 +16,11 @@ BLOCKS = {64: (64, 0), 96: (64, 32), 128: (128, 0), 192: (128, 64), 256: (256, 0
 TURN = 1 << 30
 _UNBOUNDED = 0x7FFF0000
 _ALIGNMENT = 16  # bytes, of addresses and strides
+_DTYPES = {
+    torch.float16: gl.float16,
+    torch.bfloat16: gl.bfloat16,
+    torch.float8_e4m3fn: gl.float8e4nv,
+}
 
 
 def padded(head_dim: int) -> int:
@@ -62,7 +67,7 @@ def tiles_of(
     """
     form = _packed if x.dim() == 3 else _dense if group == 1 else _grouped
     shape, strides, rows = form(x, tile_rows, seqlen, group)
-    dtype = gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16
+    dtype = _DTYPES[x.dtype]
     made = {}
     names = (name, f"{name}_rest")
     for argument, width in zip(names, BLOCKS[padded(x.shape[-1])], strict=True):
@@ -70,6 +75,23 @@ def tiles_of(
             block = [*rows, width]
             layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
             made[argument] = Tiles(tuple(shape), tuple(strides), tuple(block), layout)
+    return made
+
+
+def values_by_column(
+    name: str, shape: tuple[int, int, int, int], tile_keys: int
+) -> dict[str, Tiles]:
+    """`tiles_of` a contiguous e4m3 (batch, num_heads_kv, head_dim_v, keys); column blocks of V are
+    blocks of rows here."""
+    _, heads, head_dim_v, keys = shape
+    strides = (heads * head_dim_v * keys, head_dim_v * keys, keys, 1)
+    made = {}
+    names = (name, f"{name}_rest")
+    for argument, width in zip(names, BLOCKS[padded(head_dim_v)], strict=True):
+        if width:
+            block = (1, 1, width, tile_keys)
+            layout = gl.NVMMASharedLayout.get_default_for(list(block), gl.float8e4nv)
+            made[argument] = Tiles(shape, strides, block, layout)
     return made
 
 

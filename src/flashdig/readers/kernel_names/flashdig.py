@@ -32,7 +32,7 @@ _FEATURES = {
     "bias": "bias",
     "boolbias": "boolean bias",
 }
-_DTYPE = r"_(?P<dtype>fp32|tf32|fp16|bf16)"
+_DTYPE = r"_(?P<dtype>fp32|tf32|fp16|bf16|e4m3)"
 _KERNEL = re.compile(
     rf"^flashdig_(?:hopper_)?(?P<what>forward|backward(?:_(?:dq|dkdv|dk|dv|bias))?){_DTYPE}"
     r"_d(?P<d>\d{1,4})(?:v(?P<v>\d{1,4}))?_m(?P<m>\d{1,4})n(?P<n>\d{1,4})"

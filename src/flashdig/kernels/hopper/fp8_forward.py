@@ -1,0 +1,573 @@
+"""Forward attention in fp8 (e4m3) for Hopper: `forward` with operands of 8 bits.
+
+What differs from 16 bits:
+
+    V             arrives by columns (`fp8_values`), its keys in the order of P's registers
+    P             is rounded to e4m3 after a shift of its exponent: P of a row's maximum is
+                  2^SHIFT, which lies near the end of e4m3's range (448), so that small
+                  probabilities keep more of their bits. Row sums are of what was not rounded; the
+                  shift leaves the output by the division
+    descales      of Q and K join the factor of the scores, that of V the division
+
+FlashAttention-3 (Shah et al. 2024, section 3.3) has the same scheme, with V transposed in shared
+memory.
+"""
+
+from __future__ import annotations
+
+from flashdig.kernels.gluon_api import (
+    fence_async_shared,
+    gl,
+    gluon,
+    load_tile,
+    mbarrier,
+    wait_for_tile_stores,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from flashdig.kernels.hopper.columns import (
+    BlockRing,
+    blocks_of,
+    load_blocks,
+    new_block_ring,
+    new_tiles,
+    put_blocks,
+    release_blocks,
+    scaled,
+    scaled_if_needed,
+    start_scores,
+    store_blocks,
+    take_blocks,
+    tile_at,
+    to_shared,
+)
+from flashdig.kernels.hopper.forward import (
+    ROWS,
+    _first_scores,
+    _problem,
+    _query_rows,
+    _statistics,
+)
+from flashdig.kernels.hopper.problem import Terms, final_scores, key_tiles, masked
+from flashdig.kernels.hopper.ring import as_block_of, ring_of, wait_until_empty
+from flashdig.kernels.hopper.rows import Rows
+from flashdig.kernels.hopper.schedule import (
+    NO_TILE,
+    Sizes,
+    clear_counter,
+    new_mail,
+    next_program,
+    place_of,
+    receive,
+    send,
+    send_end,
+)
+from flashdig.kernels.hopper.softmax import thread_sums
+from flashdig.kernels.triton.sequences import first_slot
+
+# P of a row's maximum is 2^(8 - GROWTH) with a maximum that is kept until it is passed by 2^GROWTH,
+# so that P is at most 2^8, and 2^8 without
+LARGEST = gl.constexpr(8)
+GROWTH = gl.constexpr(4)
+
+
+@gluon.jit
+def _descale(factors_ptr, place, sizes, terms):
+    """The factor of a tile's KV head."""
+    factor = terms.exp_factor * 0.0 + 1.0
+    if factors_ptr is not None:
+        heads_kv = sizes.num_heads
+        head_kv = place.head
+        if sizes.GROUP == 1:
+            heads_kv = heads_kv // terms.group_size
+            head_kv = head_kv // terms.group_size
+        # a place without a tile is somewhere inside as well
+        factor = gl.load(factors_ptr + place.batch * heads_kv + head_kv)
+    return factor
+
+
+@gluon.jit
+def _terms_of(terms, factor, ALIBI: gl.constexpr):
+    """The call's terms with a tile's factor of scores: a factor of 0 must not meet -inf."""
+    score_factor = terms.score_factor
+    exp_factor = terms.exp_factor
+    if terms.SOFTCAP or ALIBI:
+        score_factor = score_factor * factor
+    else:
+        exp_factor = gl.maximum(exp_factor * factor, 1e-30)
+    return Terms(
+        score_factor, exp_factor, terms.softcap, terms.group_size, terms.slopes_stride,
+        terms.SOFTCAP, terms.LAZY,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _new_value_ring(descs, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
+    if len(descs) == 1:
+        tiles = (_value_buffers(descs[0], STAGES, BLOCK_N),)
+    else:
+        tiles = (
+            _value_buffers(descs[0], STAGES, BLOCK_N),
+            _value_buffers(descs[1], STAGES, BLOCK_N),
+        )
+    return BlockRing(ring_of(tiles[0], STAGES, CONSUMERS), tiles)
+
+
+@gluon.jit
+def _value_buffers(desc, STAGES: gl.constexpr, BLOCK_N: gl.constexpr):
+    COLUMNS: gl.constexpr = desc.block_type.shape[2]
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COLUMNS, BLOCK_N], desc.dtype)
+    return gl.allocate_shared_memory(desc.dtype, [STAGES, COLUMNS, BLOCK_N], layout)
+
+
+@gluon.jit
+def _put_values(values, step, descs, batch, head_kv, key):
+    """Producer: start copying V^T of a tile of keys, once its buffer is empty."""
+    full = wait_until_empty(values.ring, step)
+    tile = tile_at(values.tiles, step % values.ring.STAGES)
+    if len(descs) == 1:
+        mbarrier.expect(full, descs[0].block_type.nbytes)
+        load_tile(descs[0], (batch, head_kv, 0, key), full, as_block_of(tile[0], descs[0]))
+    else:
+        mbarrier.expect(full, descs[0].block_type.nbytes + descs[1].block_type.nbytes)
+        load_tile(descs[0], (batch, head_kv, 0, key), full, as_block_of(tile[0], descs[0]))
+        rest = tile[0].shape[0]
+        load_tile(descs[1], (batch, head_kv, rest, key), full, as_block_of(tile[1], descs[1]))
+
+
+@gluon.jit
+def _start_output(p, v, out):
+    """out += P V, begun; v are tiles of V^T."""
+    if len(out) == 1:
+        started = (warpgroup_mma(p, v[0].permute((1, 0)), out[0], is_async=True),)
+    else:
+        started = (
+            warpgroup_mma(p, v[0].permute((1, 0)), out[0], is_async=True),
+            warpgroup_mma(p, v[1].permute((1, 0)), out[1], is_async=True),
+        )
+    return started
+
+
+@gluon.jit
+def _finished_output(started, PENDING: gl.constexpr = 0):
+    """`columns.finished_output` without P: named there, it would be copied between the products,
+    which ptxas would then run one after the other. ptxas itself keeps registers of operands until
+    the wait."""
+    if len(started) == 1:
+        out = (warpgroup_mma_wait(PENDING, deps=(started[0],)),)
+    else:
+        first, rest = warpgroup_mma_wait(PENDING, deps=(started[0], started[1]))
+        out = (first, rest)
+    return out
+
+
+@gluon.jit
+def _zeros(COLUMNS: gl.constexpr):
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
+    return gl.zeros([ROWS, COLUMNS], gl.float32, layout)
+
+
+@gluon.jit
+def _new_output(tiles):
+    """Accumulators of zeros, as wide as the tiles' columns of V."""
+    if len(tiles) == 1:
+        out = (_zeros(tiles[0].shape[1]),)
+    else:
+        out = (_zeros(tiles[0].shape[1]), _zeros(tiles[1].shape[1]))
+    return out
+
+
+# four values to e4m3, in one register; all four results name it, and one is taken
+_ROUND = gl.constexpr(
+    "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $5, $4; "
+    "cvt.rn.satfinite.e4m3x2.f32 high, $7, $6; mov.b32 $0, {low, high}; "
+    "mov.b32 $1, $0; mov.b32 $2, $0; mov.b32 $3, $0; }"
+)
+
+
+@gluon.jit
+def _first(a, b):
+    return a
+
+
+@gluon.jit
+def rounded(probs, out):
+    """P in e4m3, four keys a number: int32 (rows, keys / 4), what a thread holds of an operand A.
+
+    Loops would take values of 8 bits apart and join them again in every step, and Triton's wait
+    for products does not hold them.
+    """
+    N: gl.constexpr = probs.shape[1]
+    layout: gl.constexpr = gl.DotOperandLayout(0, out.type.layout, 4)
+    groups = gl.reshape(probs, [ROWS, N // 16, 2, 4, 2])
+    permuted = gl.reshape(gl.permute(groups, (0, 1, 3, 2, 4)), [ROWS, N])
+    words = gl.inline_asm_elementwise(
+        _ROUND, "=&r,=r,=r,=r,f,f,f,f", [gl.convert_layout(permuted, layout)], dtype=gl.int32,
+        is_pure=False, pack=4,
+    )  # fmt: skip
+    return gl.reduce(gl.reshape(words, [ROWS, N // 4, 4]), 2, _first)
+
+
+@gluon.jit
+def _as_operand(p, out):
+    """What `rounded` returned as operand A of the product that adds to `out`, keys in the order of
+    `fp8_values`. No instruction: four elements share a register before and after. Impure, so that
+    it is not moved between products, which ptxas would then run one after the other."""
+    layout: gl.constexpr = gl.DotOperandLayout(0, out.type.layout, 4)
+    WORDS: gl.constexpr = p.shape[1]
+    fours = gl.reshape(gl.zeros([ROWS, 4 * WORDS], gl.int32, layout), [ROWS, WORDS, 4])
+    of_words: gl.constexpr = gl.SliceLayout(2, fours.type.layout)
+    four = gl.broadcast(gl.expand_dims(gl.convert_layout(p, of_words), 2), fours)[0]
+    bytes_ = gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r,r,r,r", [gl.reshape(four, [ROWS, 4 * WORDS])],
+        dtype=gl.float8e4nv, is_pure=False, pack=4,
+    )  # fmt: skip
+    return gl.convert_layout(bytes_, layout)
+
+
+@gluon.jit
+def _online_softmax(
+    scores, row_max, row_sums, factor, GUARD: gl.constexpr, LAZY: gl.constexpr
+):  # fmt: skip
+    """`softmax.online_softmax` with P and its sums times 2^SHIFT."""
+    SHIFT: gl.constexpr = LARGEST - GROWTH if LAZY else LARGEST
+    new_max = gl.maximum(row_max, gl.max(scores, 1) * factor)
+    if LAZY:
+        new_max = gl.where(new_max <= row_max + GROWTH, row_max, new_max)
+    shift = new_max
+    if GUARD:
+        shift = gl.where(new_max == float("-inf"), 0.0, new_max)
+    probs = gl.exp2(scores * factor - (shift - SHIFT)[:, None])
+    rescale = gl.exp2(row_max - shift)
+    sums = thread_sums(probs)
+    sums_rescale = gl.convert_layout(rescale, gl.SliceLayout(1, sums.type.layout))
+    return probs, rescale, new_max, row_sums * sums_rescale[:, None] + sums
+
+
+@gluon.jit
+def _produce(
+    q_descs, k_descs, v_descs, q_tiles, q_full, q_empty, keys, values, mail, sizes, terms,
+    lengths, counter_ptr, tiles, CONSUMERS: gl.constexpr, VALUE_SLOT: gl.constexpr,
+):  # fmt: skip
+    Q_BUFFERS: gl.constexpr = q_tiles[0].shape[0] // CONSUMERS
+    GROUP: gl.constexpr = sizes.GROUP
+    BLOCK_M: gl.constexpr = ROWS * CONSUMERS
+    BLOCK_N: gl.constexpr = keys.tiles[0].shape[1]
+    program = gl.program_id(0)
+    count = 0  # tiles of queries so far
+    done = 0  # tiles of keys so far
+    while program < tiles:
+        following = next_program(counter_ptr)
+        place = place_of(sizes, program, lengths, BLOCK_M)
+        if place.start_m < place.seqlen_q * GROUP:
+            send(mail, count, place, sizes.PACKED)
+            problem = _problem(sizes, place, terms, None)
+            first, _, _, end = key_tiles(problem, place.start_m // GROUP, BLOCK_M // GROUP, BLOCK_N)
+            head_kv = place.head if GROUP > 1 else place.head // terms.group_size
+            query_rows = _query_rows(place, sizes)
+            key_rows = Rows(place.batch, head_kv, place.first_k, place.seqlen_k, sizes.PACKED, 1)
+            value_batch = place.batch
+            first_value = place.start_m * 0
+            if sizes.PACKED:
+                value_batch = place.start_m * 0
+                first_value = VALUE_SLOT * first_slot(
+                    lengths[1], place.batch, sizes.seqlen_k, VALUE_SLOT
+                )
+            for c in gl.static_range(CONSUMERS):
+                buffer = c * Q_BUFFERS + count % Q_BUFFERS
+                mbarrier.wait(q_empty.index(buffer), ((count // Q_BUFFERS) & 1) ^ 1)
+                row = place.start_m + c * ROWS
+                load_blocks(
+                    q_descs, query_rows, row, q_full.index(buffer), tile_at(q_tiles, buffer)
+                )
+            for step in range(end - first):
+                start_n = (end - 1 - step) * BLOCK_N
+                put_blocks(keys, done + step, k_descs, key_rows, start_n)
+                _put_values(
+                    values, done + step, v_descs, value_batch, head_kv, first_value + start_n
+                )
+            count += 1
+            done += end - first
+        program = following
+    send_end(mail, count, sizes)
+    clear_counter(counter_ptr)
+
+
+@gluon.jit
+def _walk(
+    state, q, keys, values, zeros, problem, rows, done, begin, stop, end,
+    MASKED: gl.constexpr, LAZY: gl.constexpr,
+):  # fmt: skip
+    """Steps begin..stop of the walk; step i meets key tile end - 1 - i. P V lags one step."""
+    out, row_max, row_sums, p = state
+    BLOCK_N: gl.constexpr = zeros.shape[1]
+    for step in range(begin, stop):
+        # its registers must be named before the first product of the step is issued
+        operand = _as_operand(p, out[0])
+        k = take_blocks(keys, done + step)
+        scores_started = start_scores(q, k, zeros)
+        v = take_blocks(values, done + step - 1)
+        out_started = _start_output(operand, v, out)
+        scores = warpgroup_mma_wait(len(out), deps=(scores_started,))
+        release_blocks(keys, done + step)
+        start_n = (end - 1 - step) * BLOCK_N
+        scores = final_scores(scores, problem, rows, start_n)
+        if MASKED:
+            scores = masked(scores, problem, rows, start_n)
+        probs, rescale, row_max, row_sums = _online_softmax(
+            scores, row_max, row_sums, problem.exp_factor, MASKED, LAZY
+        )
+        out = _finished_output(out_started)
+        release_blocks(values, done + step - 1)
+        # not before: ptxas runs products one after the other whose operands are written meanwhile
+        p = rounded(probs, out[0])
+        out = scaled_if_needed(out, rescale) if LAZY else scaled(out, rescale)
+    return out, row_max, row_sums, p
+
+
+@gluon.jit
+def _consume(
+    out_descs, lse_ptr, slopes_ptr, sinks_ptr, q_descale_ptr, k_descale_ptr, v_descale_ptr,
+    q_tiles, out_tiles, q_full, q_empty, keys, values, mail, sizes, terms,
+    CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr,
+):  # fmt: skip
+    Q_BUFFERS: gl.constexpr = q_tiles[0].shape[0] // CONSUMERS
+    AHEAD: gl.constexpr = Q_BUFFERS > 1
+    GROUP: gl.constexpr = sizes.GROUP
+    LAZY: gl.constexpr = terms.LAZY
+    SHIFT: gl.constexpr = LARGEST - GROWTH if LAZY else LARGEST
+    BLOCK_M: gl.constexpr = ROWS * CONSUMERS
+    BLOCK_N: gl.constexpr = keys.tiles[0].shape[1]
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
+    s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
+    tile_rows = gl.arange(0, ROWS, s_rows)
+    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)
+    count = 0  # tiles of queries so far
+    done = 0  # tiles of keys so far
+    place = receive(mail, 0, sizes)
+    scores = zeros
+    if AHEAD:
+        started = _first_scores(
+            place, q_tiles, q_full, keys, zeros, count, done, CONSUMER, Q_BUFFERS
+        )
+        scores = warpgroup_mma_wait(0, deps=(started,))
+    while place.start_m != NO_TILE:
+        if not AHEAD:
+            started = _first_scores(
+                place, q_tiles, q_full, keys, zeros, count, done, CONSUMER, Q_BUFFERS
+            )
+        descale = _descale(q_descale_ptr, place, sizes, terms) * _descale(
+            k_descale_ptr, place, sizes, terms
+        )
+        v_descale = _descale(v_descale_ptr, place, sizes, terms)
+        tile_terms = _terms_of(terms, descale, slopes_ptr is not None)
+        if not AHEAD:
+            scores = warpgroup_mma_wait(0, deps=(started,))
+        release_blocks(keys, done)
+        buffer = CONSUMER * Q_BUFFERS + count % Q_BUFFERS
+        q = tile_at(q_tiles, buffer)
+        problem = _problem(sizes, place, tile_terms, slopes_ptr)
+        first, full_first, full_end, end = key_tiles(
+            problem, place.start_m // GROUP, BLOCK_M // GROUP, BLOCK_N
+        )
+        start_row = place.start_m + CONSUMER * ROWS
+        rows = start_row // GROUP + tile_rows // GROUP
+
+        # the first tile: nothing to multiply with V yet
+        start_n = (end - 1) * BLOCK_N
+        scores = masked(final_scores(scores, problem, rows, start_n), problem, rows, start_n)
+        no_max = gl.full([ROWS], float("-inf"), gl.float32, s_rows)
+        probs, _, row_max, row_sums = _online_softmax(
+            scores, no_max, thread_sums(zeros), problem.exp_factor, True, LAZY
+        )
+        out = _new_output(values.tiles)
+        p = rounded(probs, out[0])
+
+        # masked tiles on the right, whole ones, masked ones on the left; step 0 is done
+        right_stop = gl.maximum(end - full_end, 1)
+        full_stop = gl.maximum(end - full_first, 1)
+        steps = end - first
+        if problem.RIGHT:
+            out, row_max, row_sums, p = _walk(
+                (out, row_max, row_sums, p), q, keys, values, zeros, problem, rows, done,
+                1, right_stop, end, True, LAZY,
+            )  # fmt: skip
+        out, row_max, row_sums, p = _walk(
+            (out, row_max, row_sums, p), q, keys, values, zeros, problem, rows, done,
+            right_stop, full_stop, end, False, LAZY,
+        )  # fmt: skip
+        if problem.LEFT:
+            out, row_max, row_sums, p = _walk(
+                (out, row_max, row_sums, p), q, keys, values, zeros, problem, rows, done,
+                full_stop, steps, end, True, LAZY,
+            )  # fmt: skip
+        mbarrier.arrive(q_empty.index(buffer), count=1)
+
+        v = take_blocks(values, done + steps - 1)
+        out_started = _start_output(_as_operand(p, out[0]), v, out)
+        following = receive(mail, count + 1, sizes)
+        if AHEAD:
+            started = _first_scores(
+                following, q_tiles, q_full, keys, zeros, count + 1, done + steps, CONSUMER,
+                Q_BUFFERS,
+            )  # fmt: skip
+        factor = _statistics(
+            row_max, row_sums * (2.0 ** (-SHIFT)), rows, tile_rows, place, sizes, terms, lse_ptr,
+            sinks_ptr,
+        ) * (v_descale * (2.0 ** (-SHIFT)))  # fmt: skip
+        out = _finished_output(out_started, len(q) if AHEAD else 0)
+        release_blocks(values, done + steps - 1)
+        out = scaled(out, factor)
+
+        # rows past the last one are not written
+        out_tile = tile_at(out_tiles, CONSUMER)
+        wait_for_tile_stores(0)
+        to_shared(out, out_tile)
+        fence_async_shared()
+        store_blocks(out_descs, _query_rows(place, sizes), start_row, out_tile)
+        if AHEAD:
+            scores = warpgroup_mma_wait(0, deps=(started,))
+        count += 1
+        done += steps
+        place = following
+    wait_for_tile_stores(0)
+
+
+def kernel_name(specialization):
+    c = specialization.constants
+    head_dim = f"d{c['HEAD_DIM']}"
+    if c["HEAD_DIM_V"] != c["HEAD_DIM"]:
+        head_dim += f"v{c['HEAD_DIM_V']}"
+    parts = [f"flashdig_hopper_forward_e4m3_{head_dim}_m{64 * c['CONSUMERS']}n{c['BLOCK_N']}"]
+    parts.append("window" if c["LEFT"] else "causal" if c["RIGHT"] else "full")
+    for there, word in (
+        (c["PACKED"], "varlen"),
+        (c["GROUP"] > 1, "grouped"),
+        (c["SOFTCAP"], "softcap"),
+        (specialization.signature["slopes_ptr"] != "constexpr", "alibi"),
+        (specialization.signature["sinks_ptr"] != "constexpr", "sinks"),
+    ):
+        if there:
+            parts.append(word)
+    return "_".join(parts)
+
+
+@gluon.jit(
+    repr=kernel_name,
+    do_not_specialize=[
+        "batch_size",
+        "num_heads",
+        "group_size",
+        "seqlen_q",
+        "seqlen_k",
+        "heads_together",
+        "left",
+        "right",
+        "score_factor",
+        "exp_factor",
+        "softcap",
+        "stride_slopes_b",
+        "tiles",
+    ],
+)
+def flashdig_hopper_fp8_forward(
+    q_desc,
+    q_desc_rest,
+    k_desc,
+    k_desc_rest,
+    v_desc,
+    v_desc_rest,
+    out_desc,
+    out_desc_rest,
+    lse_ptr,
+    slopes_ptr,
+    sinks_ptr,
+    cu_seqlens_q_ptr,
+    cu_seqlens_k_ptr,
+    seqused_q_ptr,
+    seqused_k_ptr,
+    q_descale_ptr,
+    k_descale_ptr,
+    v_descale_ptr,
+    counter_ptr,
+    batch_size,
+    num_heads,
+    group_size,
+    seqlen_q,
+    seqlen_k,
+    heads_together,
+    left,
+    right,
+    score_factor,
+    exp_factor,
+    softcap,
+    stride_slopes_b,
+    tiles,
+    HEAD_DIM: gl.constexpr,
+    HEAD_DIM_V: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    VALUE_SLOT: gl.constexpr,
+    STAGES: gl.constexpr,
+    REGISTERS: gl.constexpr,
+    Q_BUFFERS: gl.constexpr,
+    LAZY: gl.constexpr,
+    PACKED: gl.constexpr,
+    GROUP: gl.constexpr,
+    TOP_LEFT: gl.constexpr,
+    LEFT: gl.constexpr,
+    RIGHT: gl.constexpr,
+    SOFTCAP: gl.constexpr,
+):
+    q_descs = blocks_of(q_desc, q_desc_rest)
+    k_descs = blocks_of(k_desc, k_desc_rest)
+    v_descs = blocks_of(v_desc, v_desc_rest)
+    out_descs = blocks_of(out_desc, out_desc_rest)
+    q_tiles = new_tiles(q_descs, CONSUMERS * Q_BUFFERS, ROWS)
+    out_tiles = new_tiles(out_descs, CONSUMERS, ROWS)
+    barrier: gl.constexpr = mbarrier.MBarrierLayout()
+    q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS * Q_BUFFERS, 1], barrier)
+    q_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS * Q_BUFFERS, 1], barrier)
+    for n in gl.static_range(CONSUMERS * Q_BUFFERS):
+        mbarrier.init(q_full.index(n), count=1)
+        mbarrier.init(q_empty.index(n), count=1)
+    keys = new_block_ring(k_descs, BLOCK_N, STAGES, CONSUMERS)
+    values = _new_value_ring(v_descs, BLOCK_N, STAGES, CONSUMERS)
+    mail = new_mail(CONSUMERS)
+    fence_async_shared()
+    sizes = Sizes(
+        batch_size, num_heads, seqlen_q, seqlen_k, heads_together, left, right,
+        PACKED, GROUP, TOP_LEFT, LEFT, RIGHT,
+    )  # fmt: skip
+    terms = Terms(score_factor, exp_factor, softcap, group_size, stride_slopes_b, SOFTCAP, LAZY)
+
+    # the tuples stand inside the calls: bound to a name, their constants would become tensors
+    # fmt: off
+    if CONSUMERS == 2:
+        gl.warp_specialize([
+            (_consume, (out_descs, lse_ptr, slopes_ptr, sinks_ptr, q_descale_ptr, k_descale_ptr,
+                        v_descale_ptr, q_tiles, out_tiles, q_full, q_empty, keys, values, mail,
+                        sizes, terms, 0, CONSUMERS)),
+            (_consume, (out_descs, lse_ptr, slopes_ptr, sinks_ptr, q_descale_ptr, k_descale_ptr,
+                        v_descale_ptr, q_tiles, out_tiles, q_full, q_empty, keys, values, mail,
+                        sizes, terms, 1, CONSUMERS)),
+            (_produce, (q_descs, k_descs, v_descs, q_tiles, q_full, q_empty, keys, values, mail,
+                        sizes, terms, (cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_q_ptr,
+                        seqused_k_ptr), counter_ptr, tiles, CONSUMERS, VALUE_SLOT)),
+        ], [4, 1], [REGISTERS, 24])
+    else:
+        gl.warp_specialize([
+            (_consume, (out_descs, lse_ptr, slopes_ptr, sinks_ptr, q_descale_ptr, k_descale_ptr,
+                        v_descale_ptr, q_tiles, out_tiles, q_full, q_empty, keys, values, mail,
+                        sizes, terms, 0, CONSUMERS)),
+            (_consume, (out_descs, lse_ptr, slopes_ptr, sinks_ptr, q_descale_ptr, k_descale_ptr,
+                        v_descale_ptr, q_tiles, out_tiles, q_full, q_empty, keys, values, mail,
+                        sizes, terms, 1, CONSUMERS)),
+            (_consume, (out_descs, lse_ptr, slopes_ptr, sinks_ptr, q_descale_ptr, k_descale_ptr,
+                        v_descale_ptr, q_tiles, out_tiles, q_full, q_empty, keys, values, mail,
+                        sizes, terms, 2, CONSUMERS)),
+            (_produce, (q_descs, k_descs, v_descs, q_tiles, q_full, q_empty, keys, values, mail,
+                        sizes, terms, (cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_q_ptr,
+                        seqused_k_ptr), counter_ptr, tiles, CONSUMERS, VALUE_SLOT)),
+        ], [4, 4, 1], [REGISTERS, REGISTERS, 24])
+    # fmt: on

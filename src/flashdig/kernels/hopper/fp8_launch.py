@@ -1,0 +1,158 @@
+"""From tensors to the launches of the fp8 forward: V by columns, then attention."""
+
+from __future__ import annotations
+
+import torch
+
+from flashdig.kernels.hopper.chip import multiprocessors
+from flashdig.kernels.hopper.counters import counter_for
+from flashdig.kernels.hopper.descriptors import taken_by_tma, tiles_of, values_by_column
+from flashdig.kernels.hopper.forward_launch import ROWS, _numbers, _rows, _tiles, worth_grouping
+from flashdig.kernels.hopper.fp8_forward import flashdig_hopper_fp8_forward
+from flashdig.kernels.hopper.fp8_tiles import tile_of
+from flashdig.kernels.hopper.fp8_values import by_column, by_column_shape, keys_seen
+from flashdig.kernels.hopper.tiles import Tile
+from flashdig.kernels.launch import Launch, allocation
+from flashdig.kernels.triton.arguments import Call, check_grid, prepared
+from flashdig.kernels.triton.no_keys import without_keys
+from flashdig.kernels.triton.slack import clearing
+
+# keys that a program of `fp8_values` turns, at least
+_VALUE_BLOCK = 128
+
+
+def attention_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    alibi_slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor | None,
+    seqused_q: torch.Tensor | None,
+    seqused_k: torch.Tensor | None,
+    q_descale: torch.Tensor | None,
+    k_descale: torch.Tensor | None,
+    v_descale: torch.Tensor | None,
+    *,
+    softmax_scale: float,
+    softcap: float,
+    window_left: int,
+    window_right: int,
+    top_left: bool,
+    out_dtype: torch.dtype = torch.bfloat16,
+    config: Tile | None = None,
+    grouped: bool | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse of e4m3 inputs; arguments and results are those of
+    `flashdig.kernels.hopper.forward_launch.attention_forward` but for
+
+    Args:
+        q, k, v: float8_e4m3fn; copied where their strides or addresses are none that TMA takes.
+        q_descale, k_descale, v_descale: (batch, num_heads_kv) float32, not negative; None is 1.
+        out_dtype: float16 or bfloat16.
+
+    Raises ValueError for another out_dtype and for a softmax_scale below zero.
+    """
+    if out_dtype not in (torch.float16, torch.bfloat16):
+        raise ValueError(f"out_dtype must be float16 or bfloat16, got {out_dtype}")
+    if softmax_scale < 0.0:
+        raise ValueError(f"softmax_scale must not be negative, got {softmax_scale}")
+    call = prepared(
+        taken_by_tma(q),
+        taken_by_tma(k),
+        taken_by_tma(v),
+        None,
+        alibi_slopes,
+        sinks,
+        None,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        seqused_q,
+        seqused_k,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        dropout_p=0.0,
+        window_left=window_left,
+        window_right=window_right,
+        top_left=top_left,
+        allow_tf32=False,
+    )
+    if call.empty:
+        return without_keys(call, out_dtype)
+    factors = [x if x is None else x.contiguous() for x in (q_descale, k_descale, v_descale)]
+    return _Fp8Plan(call, out_dtype, config, grouped)(call, *factors)
+
+
+class _Fp8Plan:
+    __slots__ = ("_blocks", "_by_column", "_clear_slack", "_launch", "_make", "_shapes")
+
+    def __init__(
+        self, call: Call, out_dtype: torch.dtype, config: Tile | None, grouped: bool | None
+    ) -> None:
+        tile = config or tile_of(
+            call.head_dim, call.head_dim_v, _rows(call), call.window_right >= 0
+        )
+        if grouped is None:
+            grouped = worth_grouping(call, tile)
+        group = call.num_heads // call.num_heads_kv if grouped else 1
+        device = call.q.device
+        slot = max(_VALUE_BLOCK, tile.block_n)
+        shape = by_column_shape(call, slot)
+        self._make = (
+            allocation(call.out_shape, out_dtype, device),
+            allocation(call.lse_shape, torch.float32, device),
+            allocation(shape, call.v.dtype, device),
+        )
+        self._by_column = by_column(call, slot)
+        self._clear_slack = None
+        if call.packed:  # slack rows belong to no program
+            sizes = call.batch, call.seqlen_q, call.num_heads, call.head_dim_v
+            self._clear_slack = clearing(*sizes)
+        out = torch.empty(call.out_shape, dtype=out_dtype, device="meta")
+        seen = None if call.packed else keys_seen(call)[1]
+        tiles = {
+            **tiles_of("q_desc", call.q, ROWS, group=group),
+            **tiles_of("k_desc", call.k, tile.block_n, seqlen=seen),
+            **values_by_column("v_desc", shape, tile.block_n),
+            **tiles_of("out_desc", out, ROWS, group=group),
+        }
+        # (column blocks of q and k, of v and out)
+        self._blocks = ("q_desc_rest" in tiles, "v_desc_rest" in tiles)
+        # what only the kernel for 16 bits asks for is left out
+        known = set(flashdig_hopper_fp8_forward.arg_names)
+        numbers = {n: x for n, x in _numbers(call, tile, group).items() if n in known}
+        self._launch = Launch(
+            flashdig_hopper_fp8_forward,
+            min(check_grid(_tiles(call, tile, group)), multiprocessors(device)),
+            {**numbers, "VALUE_SLOT": slot},
+            tiles,
+            num_warps=4,
+        )
+
+    def __call__(
+        self, call: Call, *descales: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse, by_column = (make() for make in self._make)
+        lengths = call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_q, call.seqused_k
+        if self._clear_slack is not None:
+            self._clear_slack(out, lse, call.cu_seqlens_q, call.seqused_q)
+        self._by_column(call.v, by_column, *lengths)
+        wide, wide_v = self._blocks
+        self._launch(
+            call.q,
+            call.q if wide else None,
+            call.k,
+            call.k if wide else None,
+            by_column,
+            by_column if wide_v else None,
+            out,
+            out if wide_v else None,
+            lse,
+            call.alibi_slopes,
+            call.sinks,
+            *lengths,
+            *descales,
+            counter_for(call.q.device),
+        )
+        return out, lse

@@ -1,0 +1,33 @@
+"""The fp8 forward compiled without a GPU: P stays in its registers, products overlap, no spills."""
+
+import re
+
+import pytest
+
+from flashdig.evidence.offline import Request, compile_exhibits
+from flashdig.evidence.ptxas import run_ptxas
+from flashdig.problem import AttentionProblem
+from flashdig.readers.kernel_names import decode
+
+PLAIN = AttentionProblem.dense(2, 4, 1024, 128, num_heads_kv=2).replace(dtype="float8_e4m3fn")
+
+
+@pytest.mark.newest
+def test_p_stays_in_its_registers() -> None:
+    (request,) = [Request("hopper:fp8_forward", PLAIN, "sm_90")]
+    (kernels,) = compile_exhibits([request])
+    assert [one.name.split("_")[1] for one in kernels] == ["fp8", "hopper"]
+    kernel = kernels[-1]
+    where = (kernel.name, kernel.registers, kernel.stack_bytes)
+    assert kernel.spill_bytes == 0, where
+    assert kernel.count("QGMMA") > 0, where
+    assert kernel.count("HGMMA") == 0, where
+    # nothing is exchanged or taken apart on the way from accumulators to operands; two row
+    # maxima and row sums take a few shuffles each, in the two consumers' four places
+    assert kernel.count("PRMT") <= 16, where
+    assert kernel.count("SHFL") <= 64, where
+    assert re.search(r"wgmma.mma_async\S*\.m64n128k32\.f32\.e4m3\.e4m3", kernel.ptx)
+    assert run_ptxas(kernel.ptx, kernel.options).warnings == (), where
+    name = decode(kernel.name)
+    assert (name.family, name.role) == ("flashdig", "attention_forward"), where
+    assert (name.dtype, name.head_dim) == ("float8_e4m3fn", 128), where
