@@ -5,9 +5,9 @@
 UPDATE_GOLDEN=1 writes the expected texts anew.
 """
 
-import lzma
 import io
 import json
+import lzma
 import os
 from collections import Counter
 from collections.abc import Callable

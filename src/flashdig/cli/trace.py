@@ -64,7 +64,7 @@ def command(
     allow_large: Annotated[
         bool,
         typer.Option(
-            "--allow-large", help="Read compressed members that expand over 1000:1 or over 8 GiB too."
+            "--allow-large", help="Read compressed data that expands over 1000:1 or over 8 GiB too."
         ),
     ] = False,
 ) -> None:

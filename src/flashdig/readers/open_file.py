@@ -106,7 +106,7 @@ class ByteReader:
 
     Args:
         path: file name, or "-".
-        allow_large: also read compressed members that expand more than 1000:1 or to more than 8 GiB.
+        allow_large: also read compressed members that expand more than 1000:1 or beyond 8 GiB.
         progress: called with the number of (compressed) bytes read so far.
 
     Attributes:
@@ -219,13 +219,13 @@ class ByteReader:
             return
         if produced > MAX_MEMBER_BYTES:
             raise UnreadableFileError(
-                f"{self.name}: a member of {kind.name} expands to more than {MAX_MEMBER_BYTES >> 30} GiB; "
-                "--allow-large reads it nevertheless"
+                f"{self.name}: a member of {kind.name} expands to more than "
+                f"{MAX_MEMBER_BYTES >> 30} GiB; --allow-large reads it nevertheless"
             )
         if produced > MAX_EXPANSION * taken:
             raise UnreadableFileError(
-                f"{self.name}: a member of {kind.name} expands more than {MAX_EXPANSION}:1, which no "
-                "trace does; --allow-large reads it nevertheless"
+                f"{self.name}: a member of {kind.name} expands more than {MAX_EXPANSION}:1, which "
+                "no trace does; --allow-large reads it nevertheless"
             )
 
 
