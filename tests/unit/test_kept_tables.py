@@ -202,6 +202,10 @@ def test_what_is_known_is_asked_for_by_tensors_like_those_alone(counted) -> None
     torch.func.grad(lambda x: seen.append((known(x, k, v), known(q, k, v))) or x.sum())(q)
     assert seen == [None, (None, None)]
     assert known(q, k, v, "".join(["ti", "led"])) is not None
+    for _ in range(2):  # the same tensors, and the lse: another call
+        out, lse = tiled(q, k, v, return_lse=True)
+        assert torch.equal(out, tiled(q, k, v))
+        assert lse.shape == (1, 2, 9)
 
 
 def test_memory_that_was_given_up_is_never_read(counted) -> None:
