@@ -136,6 +136,8 @@ def test_the_page_holds_the_figures_of_the_record() -> None:
     root = Path(__file__).parents[2]
     rows = read_record(root / "benchmarks" / "results" / "nvidia-h200" / "host.json").rows
     page = (root / "docs" / "benchmarks.md").read_text("utf-8")
+    judged = [row["run_id"] for row in rows if row.get("name") == CALLS[0][0]][-1]
+    rows = [row for row in rows if row["run_id"] == judged]
     whole = {(row["backend"], row["name"]): row for row in rows if row["kind"] == "speed"}
     for backend in dict.fromkeys(backend for backend, _ in whole):
         found = [whole[backend, name] for name, _, _ in CALLS]
@@ -143,14 +145,15 @@ def test_the_page_holds_the_figures_of_the_record() -> None:
         assert f"| `{backend}` | {' | '.join(cells)} |" in page
     for name, part in {"key": "key", "plan": "plan: ", "operator": "operator"}.items():
         (row,) = [x for x in rows if x["kind"] == "step" and x["name"].startswith(part)]
-        assert re.search(rf"{name} (took )?{row['ms'] * 1e3:.1f}", page)
+        assert re.search(rf"{name}\s(took\s)?{row['ms'] * 1e3:.1f}", page)
     ours, theirs = (
         [whole[backend, name]["ms_all"] for name in ("forward", "forward and backward")]
         for backend in ("flashdig", "sdpa_flash")
     )
     more = median(1e3 * (a - b) for a, b in zip(ours[0], theirs[0], strict=True))
     times = median(a / b for a, b in zip(ours[1], theirs[1], strict=True))
-    assert f"{more:.1f} µs more than `sdpa_flash`" in page
+    word = "more" if more > 0 else "less"
+    assert f"{abs(more):.1f} µs {word} than `sdpa_flash`" in page
     assert f"{times:.2f} times its" in page
 
 

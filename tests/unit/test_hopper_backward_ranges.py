@@ -34,13 +34,13 @@ def test_live_rows_and_keys_are_those_of_the_written_out_mask() -> None:
     [
         (128, 8192, -1, 132),  # as many blocks as an H200 has multiprocessors
         (128, 512, 0, 132),
-        (128, 8192, 0, 64 * 64),  # a block for each tile of keys
+        (128, 8192, 0, 132),  # tiles are counted out
         (64, 8192, 0, 132),
         (256, 8192, -1, 128 * 64),
         (128, 130, -1, 2 * 64),
     ],
 )
-def test_blocks_walk_several_tiles_where_columns_are_even(head_dim, seqlen, right, programs):
+def test_blocks_walk_several_tiles_of_keys(head_dim, seqlen, right, programs):
     q = torch.empty(1, seqlen, 64, head_dim, dtype=torch.bfloat16, device="meta")
     lse = torch.empty(1, 64, seqlen, device="meta")
     numbers = {"softmax_scale": 1.0, "softcap": 0.0, "window_left": -1, "window_right": right}

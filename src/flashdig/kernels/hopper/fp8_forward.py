@@ -19,14 +19,11 @@ from flashdig.kernels.gluon_api import (
     fence_async_shared,
     gl,
     gluon,
-    load_tile,
     mbarrier,
     wait_for_tile_stores,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 from flashdig.kernels.hopper.columns import (
-    BlockRing,
     blocks_of,
     load_blocks,
     new_block_ring,
@@ -48,8 +45,16 @@ from flashdig.kernels.hopper.forward import (
     _query_rows,
     _statistics,
 )
+from flashdig.kernels.hopper.fp8_columns import (
+    as_operand,
+    finished_output,
+    new_output,
+    new_value_ring,
+    put_values,
+    rounded,
+    start_output,
+)
 from flashdig.kernels.hopper.problem import Terms, final_scores, key_tiles, masked
-from flashdig.kernels.hopper.ring import as_block_of, ring_of, wait_until_empty
 from flashdig.kernels.hopper.rows import Rows
 from flashdig.kernels.hopper.schedule import (
     NO_TILE,
@@ -99,130 +104,6 @@ def _terms_of(terms, factor, ALIBI: gl.constexpr):
         score_factor, exp_factor, terms.softcap, terms.group_size, terms.slopes_stride,
         terms.SOFTCAP, terms.LAZY,
     )  # fmt: skip
-
-
-@gluon.jit
-def _new_value_ring(descs, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
-    if len(descs) == 1:
-        tiles = (_value_buffers(descs[0], STAGES, BLOCK_N),)
-    else:
-        tiles = (
-            _value_buffers(descs[0], STAGES, BLOCK_N),
-            _value_buffers(descs[1], STAGES, BLOCK_N),
-        )
-    return BlockRing(ring_of(tiles[0], STAGES, CONSUMERS), tiles)
-
-
-@gluon.jit
-def _value_buffers(desc, STAGES: gl.constexpr, BLOCK_N: gl.constexpr):
-    COLUMNS: gl.constexpr = desc.block_type.shape[2]
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COLUMNS, BLOCK_N], desc.dtype)
-    return gl.allocate_shared_memory(desc.dtype, [STAGES, COLUMNS, BLOCK_N], layout)
-
-
-@gluon.jit
-def _put_values(values, step, descs, batch, head_kv, key):
-    """Producer: start copying V^T of a tile of keys, once its buffer is empty."""
-    full = wait_until_empty(values.ring, step)
-    tile = tile_at(values.tiles, step % values.ring.STAGES)
-    if len(descs) == 1:
-        mbarrier.expect(full, descs[0].block_type.nbytes)
-        load_tile(descs[0], (batch, head_kv, 0, key), full, as_block_of(tile[0], descs[0]))
-    else:
-        mbarrier.expect(full, descs[0].block_type.nbytes + descs[1].block_type.nbytes)
-        load_tile(descs[0], (batch, head_kv, 0, key), full, as_block_of(tile[0], descs[0]))
-        rest = tile[0].shape[0]
-        load_tile(descs[1], (batch, head_kv, rest, key), full, as_block_of(tile[1], descs[1]))
-
-
-@gluon.jit
-def _start_output(p, v, out):
-    """out += P V, begun; v are tiles of V^T."""
-    if len(out) == 1:
-        started = (warpgroup_mma(p, v[0].permute((1, 0)), out[0], is_async=True),)
-    else:
-        started = (
-            warpgroup_mma(p, v[0].permute((1, 0)), out[0], is_async=True),
-            warpgroup_mma(p, v[1].permute((1, 0)), out[1], is_async=True),
-        )
-    return started
-
-
-@gluon.jit
-def _finished_output(started, PENDING: gl.constexpr = 0):
-    """`columns.finished_output` without P: named there, it would be copied between the products,
-    which ptxas would then run one after the other. ptxas itself keeps registers of operands until
-    the wait."""
-    if len(started) == 1:
-        out = (warpgroup_mma_wait(PENDING, deps=(started[0],)),)
-    else:
-        first, rest = warpgroup_mma_wait(PENDING, deps=(started[0], started[1]))
-        out = (first, rest)
-    return out
-
-
-@gluon.jit
-def _zeros(COLUMNS: gl.constexpr):
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
-    return gl.zeros([ROWS, COLUMNS], gl.float32, layout)
-
-
-@gluon.jit
-def _new_output(tiles):
-    """Accumulators of zeros, as wide as the tiles' columns of V."""
-    if len(tiles) == 1:
-        out = (_zeros(tiles[0].shape[1]),)
-    else:
-        out = (_zeros(tiles[0].shape[1]), _zeros(tiles[1].shape[1]))
-    return out
-
-
-# four values to e4m3, in one register; all four results name it, and one is taken
-_ROUND = gl.constexpr(
-    "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $5, $4; "
-    "cvt.rn.satfinite.e4m3x2.f32 high, $7, $6; mov.b32 $0, {low, high}; "
-    "mov.b32 $1, $0; mov.b32 $2, $0; mov.b32 $3, $0; }"
-)
-
-
-@gluon.jit
-def _first(a, b):
-    return a
-
-
-@gluon.jit
-def rounded(probs, out):
-    """P in e4m3, four keys a number: int32 (rows, keys / 4), what a thread holds of an operand A.
-
-    Loops would take values of 8 bits apart and join them again in every step, and Triton's wait
-    for products does not hold them.
-    """
-    N: gl.constexpr = probs.shape[1]
-    layout: gl.constexpr = gl.DotOperandLayout(0, out.type.layout, 4)
-    groups = gl.reshape(probs, [ROWS, N // 16, 2, 4, 2])
-    permuted = gl.reshape(gl.permute(groups, (0, 1, 3, 2, 4)), [ROWS, N])
-    words = gl.inline_asm_elementwise(
-        _ROUND, "=&r,=r,=r,=r,f,f,f,f", [gl.convert_layout(permuted, layout)], dtype=gl.int32,
-        is_pure=False, pack=4,
-    )  # fmt: skip
-    return gl.reduce(gl.reshape(words, [ROWS, N // 4, 4]), 2, _first)
-
-
-@gluon.jit
-def _as_operand(p, out):
-    """What `rounded` returned as operand A of the product that adds to `out`, keys in the order of
-    `fp8_values`. No instruction: four elements share a register before and after. Impure, so that
-    it is not moved between products, which ptxas would then run one after the other."""
-    layout: gl.constexpr = gl.DotOperandLayout(0, out.type.layout, 4)
-    WORDS: gl.constexpr = p.shape[1]
-    fours = gl.reshape(gl.zeros([ROWS, 4 * WORDS], gl.int32, layout), [ROWS, WORDS, 4])
-    of_words: gl.constexpr = gl.SliceLayout(2, fours.type.layout)
-    four = gl.broadcast(gl.expand_dims(gl.convert_layout(p, of_words), 2), fours)[0]
-    bytes_ = gl.inline_asm_elementwise(
-        "mov.b32 $0, $1;", "=r,r,r,r,r", [gl.reshape(four, [ROWS, 4 * WORDS])],
-        dtype=gl.float8e4nv, is_pure=False, pack=4,
-    )  # fmt: skip
-    return gl.convert_layout(bytes_, layout)
 
 
 @gluon.jit
@@ -283,7 +164,7 @@ def _produce(
             for step in range(end - first):
                 start_n = (end - 1 - step) * BLOCK_N
                 put_blocks(keys, done + step, k_descs, key_rows, start_n)
-                _put_values(
+                put_values(
                     values, done + step, v_descs, value_batch, head_kv, first_value + start_n
                 )
             count += 1
@@ -303,11 +184,11 @@ def _walk(
     BLOCK_N: gl.constexpr = zeros.shape[1]
     for step in range(begin, stop):
         # its registers must be named before the first product of the step is issued
-        operand = _as_operand(p, out[0])
+        operand = as_operand(p, out[0])
         k = take_blocks(keys, done + step)
         scores_started = start_scores(q, k, zeros)
         v = take_blocks(values, done + step - 1)
-        out_started = _start_output(operand, v, out)
+        out_started = start_output(operand, v, out)
         scores = warpgroup_mma_wait(len(out), deps=(scores_started,))
         release_blocks(keys, done + step)
         start_n = (end - 1 - step) * BLOCK_N
@@ -317,7 +198,7 @@ def _walk(
         probs, rescale, row_max, row_sums = _online_softmax(
             scores, row_max, row_sums, problem.exp_factor, MASKED, LAZY
         )
-        out = _finished_output(out_started)
+        out = finished_output(out_started)
         release_blocks(values, done + step - 1)
         # not before: ptxas runs products one after the other whose operands are written meanwhile
         p = rounded(probs, out[0])
@@ -380,7 +261,7 @@ def _consume(
         probs, _, row_max, row_sums = _online_softmax(
             scores, no_max, thread_sums(zeros), problem.exp_factor, True, LAZY
         )
-        out = _new_output(values.tiles)
+        out = new_output(values.tiles)
         p = rounded(probs, out[0])
 
         # masked tiles on the right, whole ones, masked ones on the left; step 0 is done
@@ -404,7 +285,7 @@ def _consume(
         mbarrier.arrive(q_empty.index(buffer), count=1)
 
         v = take_blocks(values, done + steps - 1)
-        out_started = _start_output(_as_operand(p, out[0]), v, out)
+        out_started = start_output(as_operand(p, out[0]), v, out)
         following = receive(mail, count + 1, sizes)
         if AHEAD:
             started = _first_scores(
@@ -415,7 +296,7 @@ def _consume(
             row_max, row_sums * (2.0 ** (-SHIFT)), rows, tile_rows, place, sizes, terms, lse_ptr,
             sinks_ptr,
         ) * (v_descale * (2.0 ** (-SHIFT)))  # fmt: skip
-        out = _finished_output(out_started, len(q) if AHEAD else 0)
+        out = finished_output(out_started, len(q) if AHEAD else 0)
         release_blocks(values, done + steps - 1)
         out = scaled(out, factor)
 
@@ -532,7 +413,7 @@ def flashdig_hopper_fp8_forward(
         mbarrier.init(q_full.index(n), count=1)
         mbarrier.init(q_empty.index(n), count=1)
     keys = new_block_ring(k_descs, BLOCK_N, STAGES, CONSUMERS)
-    values = _new_value_ring(v_descs, BLOCK_N, STAGES, CONSUMERS)
+    values = new_value_ring(v_descs, BLOCK_N, STAGES, CONSUMERS)
     mail = new_mail(CONSUMERS)
     fence_async_shared()
     sizes = Sizes(
