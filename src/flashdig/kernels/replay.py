@@ -44,6 +44,23 @@ class Replayable(Protocol):
     def launches(self, tensors: Tensors, made: Sequence[torch.Tensor]) -> Steps: ...
 
 
+class ForwardPlan:
+    """A plan that writes out and lse, and nothing but what its launches write."""
+
+    __slots__ = ("makes",)
+
+    makes: tuple[Callable[[], torch.Tensor], ...]
+
+    def __call__(self, *tensors: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = (make() for make in self.makes)
+        for launch, arguments in self.launches(tensors, (out, lse)):
+            launch(*arguments)
+        return out, lse
+
+    def launches(self, tensors: Tensors, made: Sequence[torch.Tensor]) -> Steps:
+        raise NotImplementedError(f"{type(self).__name__} must say what it launches")
+
+
 class Replay:
     """The launches of one plan on one device, for its tensors without those that are never there.
 

@@ -15,7 +15,7 @@ from flashdig.kernels.hopper.forward import flashdig_hopper_forward
 from flashdig.kernels.hopper.tiles import Tile, tile_of
 from flashdig.kernels.launch import Launch, allocation
 from flashdig.kernels.plans import Plan
-from flashdig.kernels.replay import Steps
+from flashdig.kernels.replay import ForwardPlan, Steps
 from flashdig.kernels.triton.arguments import LOG2_E, Call, check_grid, prepared
 from flashdig.kernels.triton.no_keys import without_keys
 from flashdig.kernels.triton.slack import clearing
@@ -108,10 +108,10 @@ def _scale_is_served(scale: float, softcap: float, alibi_slopes: torch.Tensor | 
     return scale > 0.0 or softcap > 0.0 or alibi_slopes is not None
 
 
-class _ForwardPlan:
+class _ForwardPlan(ForwardPlan):
     """Can be replayed, see `flashdig.kernels.replay`."""
 
-    __slots__ = ("_blocks", "_clear_slack", "_launch", "makes")
+    __slots__ = ("_blocks", "_clear_slack", "_launch")
 
     counts = True
 
@@ -146,12 +146,6 @@ class _ForwardPlan:
             tiles,
             num_warps=4,
         )
-
-    def __call__(self, *tensors: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse = (make() for make in self.makes)
-        for launch, arguments in self.launches(tensors, (out, lse)):
-            launch(*arguments)
-        return out, lse
 
     def launches(
         self, tensors: tuple[torch.Tensor | None, ...], made: Sequence[torch.Tensor]

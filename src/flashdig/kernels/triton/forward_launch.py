@@ -10,7 +10,7 @@ import torch
 from flashdig.kernels.choose import TileConfig, choose_tile
 from flashdig.kernels.launch import Launch, allocation
 from flashdig.kernels.plans import Plan
-from flashdig.kernels.replay import Steps
+from flashdig.kernels.replay import ForwardPlan, Steps
 from flashdig.kernels.triton.arguments import (
     Call,
     architecture_of,
@@ -94,10 +94,10 @@ def plan_forward(
     return _ForwardPlan(call, out_dtype or call.q.dtype, None)
 
 
-class _ForwardPlan:
+class _ForwardPlan(ForwardPlan):
     """Can be replayed, see `flashdig.kernels.replay`."""
 
-    __slots__ = ("_boolean", "_clear_slack", "_launch", "makes")
+    __slots__ = ("_boolean", "_clear_slack", "_launch")
 
     counts = False
 
@@ -129,12 +129,6 @@ class _ForwardPlan:
             {**walk_arguments(call, config, o=out), "SINKS": call.sinks is not None},
             num_warps=config.num_warps,
         )
-
-    def __call__(self, *tensors: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse = (make() for make in self.makes)
-        for launch, arguments in self.launches(tensors, (out, lse)):
-            launch(*arguments)
-        return out, lse
 
     def launches(
         self, tensors: tuple[torch.Tensor | None, ...], made: Sequence[torch.Tensor]
