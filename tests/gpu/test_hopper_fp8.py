@@ -6,8 +6,7 @@ import torch
 from flashdig import attention, attention_varlen
 from flashdig.facades import flash_attn_3
 from flashdig.kernels.hopper.fp8_launch import attention_forward
-from flashdig.kernels.hopper.fp8_tiles import TILES
-from flashdig.kernels.hopper.tiles import Tile
+from flashdig.kernels.hopper.fp8_tiles import TILES, Fp8Tile
 from flashdig.kernels.reference import reference_attention, reference_attention_varlen
 from tests.gpu.backends import gpu_backends
 
@@ -94,7 +93,7 @@ def test_other_tiles(lazy, block_n, q_buffers) -> None:
         window_left=-1,
         window_right=0,
         top_left=False,
-        config=Tile(2, block_n, 3, 240, q_buffers=q_buffers, lazy=lazy),
+        config=Fp8Tile(2, block_n, 3, 240, q_buffers=q_buffers, lazy=lazy),
     )
     assert_is_attention(out, lse, q, k, v, descales, causal=True)
 

@@ -176,7 +176,7 @@ def _produce(
 
 @gluon.jit
 def _walk(
-    state, q, keys, values, zeros, problem, rows, done, begin, stop, end,
+    state, q_tiles, buffer, keys, values, zeros, problem, rows, done, begin, stop, end,
     MASKED: gl.constexpr, LAZY: gl.constexpr,
 ):  # fmt: skip
     """Steps begin..stop of the walk; step i meets key tile end - 1 - i. P V lags one step."""
@@ -186,6 +186,8 @@ def _walk(
         # its registers must be named before the first product of the step is issued
         operand = as_operand(p, out[0])
         k = take_blocks(keys, done + step)
+        # a view of its own in every step, as in `walk`
+        q = tile_at(q_tiles, buffer + (step >> 30))
         scores_started = start_scores(q, k, zeros)
         v = take_blocks(values, done + step - 1)
         out_started = start_output(operand, v, out)
@@ -246,7 +248,6 @@ def _consume(
             scores = warpgroup_mma_wait(0, deps=(started,))
         release_blocks(keys, done)
         buffer = CONSUMER * Q_BUFFERS + count % Q_BUFFERS
-        q = tile_at(q_tiles, buffer)
         problem = _problem(sizes, place, tile_terms, slopes_ptr)
         first, full_first, full_end, end = key_tiles(
             problem, place.start_m // GROUP, BLOCK_M // GROUP, BLOCK_N
@@ -270,17 +271,17 @@ def _consume(
         steps = end - first
         if problem.RIGHT:
             out, row_max, row_sums, p = _walk(
-                (out, row_max, row_sums, p), q, keys, values, zeros, problem, rows, done,
-                1, right_stop, end, True, LAZY,
+                (out, row_max, row_sums, p), q_tiles, buffer, keys, values, zeros, problem, rows,
+                done, 1, right_stop, end, True, LAZY,
             )  # fmt: skip
         out, row_max, row_sums, p = _walk(
-            (out, row_max, row_sums, p), q, keys, values, zeros, problem, rows, done,
-            right_stop, full_stop, end, False, LAZY,
+            (out, row_max, row_sums, p), q_tiles, buffer, keys, values, zeros, problem, rows,
+            done, right_stop, full_stop, end, False, LAZY,
         )  # fmt: skip
         if problem.LEFT:
             out, row_max, row_sums, p = _walk(
-                (out, row_max, row_sums, p), q, keys, values, zeros, problem, rows, done,
-                full_stop, steps, end, True, LAZY,
+                (out, row_max, row_sums, p), q_tiles, buffer, keys, values, zeros, problem, rows,
+                done, full_stop, steps, end, True, LAZY,
             )  # fmt: skip
         mbarrier.arrive(q_empty.index(buffer), count=1)
 
@@ -296,7 +297,7 @@ def _consume(
             row_max, row_sums * (2.0 ** (-SHIFT)), rows, tile_rows, place, sizes, terms, lse_ptr,
             sinks_ptr,
         ) * (v_descale * (2.0 ** (-SHIFT)))  # fmt: skip
-        out = finished_output(out_started, len(q) if AHEAD else 0)
+        out = finished_output(out_started, len(q_tiles) if AHEAD else 0)
         release_blocks(values, done + steps - 1)
         out = scaled(out, factor)
 

@@ -9,9 +9,8 @@ from flashdig.kernels.hopper.counters import counter_for
 from flashdig.kernels.hopper.descriptors import taken_by_tma, tiles_of, values_by_column
 from flashdig.kernels.hopper.forward_launch import ROWS, _numbers, _rows, _tiles, worth_grouping
 from flashdig.kernels.hopper.fp8_forward import flashdig_hopper_fp8_forward
-from flashdig.kernels.hopper.fp8_tiles import tile_of
+from flashdig.kernels.hopper.fp8_tiles import Fp8Tile, tile_of
 from flashdig.kernels.hopper.fp8_values import by_column, by_column_shape, keys_seen
-from flashdig.kernels.hopper.tiles import Tile
 from flashdig.kernels.launch import Launch, allocation
 from flashdig.kernels.triton.arguments import Call, check_grid, prepared
 from flashdig.kernels.triton.no_keys import without_keys
@@ -41,7 +40,7 @@ def attention_forward(
     window_right: int,
     top_left: bool,
     out_dtype: torch.dtype = torch.bfloat16,
-    config: Tile | None = None,
+    config: Fp8Tile | None = None,
     grouped: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse of e4m3 inputs; arguments and results are those of
@@ -88,7 +87,7 @@ class _Fp8Plan:
     __slots__ = ("_blocks", "_by_column", "_clear_slack", "_launch", "_make", "_shapes")
 
     def __init__(
-        self, call: Call, out_dtype: torch.dtype, config: Tile | None, grouped: bool | None
+        self, call: Call, out_dtype: torch.dtype, config: Fp8Tile | None, grouped: bool | None
     ) -> None:
         tile = config or tile_of(
             call.head_dim, call.head_dim_v, _rows(call), call.window_right >= 0
@@ -125,7 +124,7 @@ class _Fp8Plan:
         self._launch = Launch(
             flashdig_hopper_fp8_forward,
             min(check_grid(_tiles(call, tile, group)), multiprocessors(device)),
-            {**numbers, "VALUE_SLOT": slot},
+            {**numbers, "VALUE_SLOT": slot, "LAZY": tile.lazy},
             tiles,
             num_warps=4,
         )

@@ -5,15 +5,29 @@ The output has shared memory of its own, whatever a tile says: its elements are 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from flashdig.kernels.hopper.descriptors import padded
 from flashdig.kernels.hopper.tiles import Tile
 
-_TWO_64 = Tile(2, 128, 4, 240, q_buffers=2)
-_TWO_128 = Tile(2, 128, 4, 240)
-_BOTH_192 = Tile(2, 128, 2, 240)
-_BOTH_256 = Tile(2, 128, 2, 240, lazy=True)
 
-TILES: dict[tuple[int, int], dict[bool, tuple[tuple[int, Tile], ...]]] = {
+@dataclass(frozen=True)
+class Fp8Tile(Tile):
+    """How a block walks.
+
+    Attributes:
+        lazy: the output is rescaled only where a row's maximum grew much.
+    """
+
+    lazy: bool = False
+
+
+_TWO_64 = Fp8Tile(2, 128, 4, 240, q_buffers=2)
+_TWO_128 = Fp8Tile(2, 128, 4, 240)
+_BOTH_192 = Fp8Tile(2, 128, 2, 240)
+_BOTH_256 = Fp8Tile(2, 128, 2, 240, lazy=True)
+
+TILES: dict[tuple[int, int], dict[bool, tuple[tuple[int, Fp8Tile], ...]]] = {
     (64, 64): dict.fromkeys((False, True), ((0, _TWO_64),)),
     (96, 96): dict.fromkeys((False, True), ((0, _TWO_128),)),
     (128, 128): dict.fromkeys((False, True), ((0, _TWO_128),)),
@@ -23,7 +37,7 @@ TILES: dict[tuple[int, int], dict[bool, tuple[tuple[int, Tile], ...]]] = {
 }
 
 
-def tile_of(head_dim: int, head_dim_v: int, rows: int = 0, causal: bool = False) -> Tile:
+def tile_of(head_dim: int, head_dim_v: int, rows: int = 0, causal: bool = False) -> Fp8Tile:
     """The tile of a pair of widths, of at most 256 each, for so many query rows of a sequence."""
     widths = padded(head_dim), padded(head_dim_v)
     if widths not in TILES:
