@@ -88,10 +88,10 @@ def flashdig_decode(
     NUM_STAGES: tl.constexpr,
 ):
     program = tl.program_id(0)
-    # programs that share keys, those of one split, lie together: what they share stays in L2
-    slot = program % slots
-    head_kv = (program // slots) % num_heads_kv
-    split = program // slots // num_heads_kv
+    # the heads of a key lie side by side in memory: programs that read them start together
+    head_kv = program % num_heads_kv
+    slot = (program // num_heads_kv) % slots
+    split = program // num_heads_kv // slots
     sequence, start_row, first_q, length_q = tile_of_slot(
         slot + first_slot, cu_q_ptr, used_q_ptr, batch, seqlen_q, GROUP, BLOCK_M, PACKED
     )
