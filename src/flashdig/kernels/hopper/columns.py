@@ -13,6 +13,7 @@ from flashdig.kernels.gluon_api import (
 )
 from flashdig.kernels.hopper.ring import Ring, release, ring_of, take, wait_until_empty
 from flashdig.kernels.hopper.rows import load_rows, store_rows
+from flashdig.kernels.hopper.softmax import spread
 
 
 @aggregate
@@ -205,7 +206,10 @@ def _rescale_operands(count):
 
 @gluon.jit
 def scaled_if_needed(out, factor):
-    """`scaled`, without the products where no row of a warp has a factor other than 1."""
+    """`scaled`, without the products where no row of a warp has a factor other than 1.
+
+    factor: (rows,), or (rows, 4) as `softmax` has it.
+    """
     if len(out) == 1:
         product = (_scaled_if_needed(out[0], factor),)
     else:
@@ -218,8 +222,11 @@ def _scaled_if_needed(x, factor):
     COUNT: gl.constexpr = x.shape[0] * x.shape[1] // 128
     TEXT: gl.constexpr = _rescale_text(COUNT)
     OPERANDS: gl.constexpr = _rescale_operands(COUNT)
-    rows = gl.convert_layout(factor, gl.SliceLayout(1, x.type.layout))[:, None]
-    factors = gl.convert_layout(gl.broadcast(x, rows)[1], x.type.layout)
+    if len(factor.shape) == 2:
+        factors = spread(factor, x)
+    else:
+        rows = gl.convert_layout(factor, gl.SliceLayout(1, x.type.layout))[:, None]
+        factors = gl.convert_layout(gl.broadcast(x, rows)[1], x.type.layout)
     return gl.inline_asm_elementwise(
         TEXT, OPERANDS, [x, factors], dtype=gl.float32, is_pure=True, pack=COUNT
     )

@@ -5,8 +5,10 @@
     consumer    S_i = Q K_i^T is issued, then O += P_{i-1} V_{i-1}; the softmax of S_i runs while
                 the tensor cores work on both (Shah et al. 2024, "FlashAttention-3", section 3.2)
 
-With two buffers for Q the first S of the next tile is issued behind the last P V of this one, and
-runs while this one's output is divided and written.
+Each consumer walks the key tiles that its own rows see (`walk`) and goes on to the next tile of
+queries without the others, as far as the rings reach. With two buffers for Q the first S of the
+next tile is issued when the last P V of this one is done, and runs while this one's output is
+divided and written.
 
 Tiles that the mask cuts are walked first (and, with a window, last), in loops of their own. Keys
 are counted from the first one that some query of the sequence sees to the last; what lies outside,
@@ -33,7 +35,6 @@ from flashdig.kernels.hopper.columns import (
     put_blocks,
     release_blocks,
     scaled,
-    scaled_if_needed,
     start_output,
     start_scores,
     store_blocks,
@@ -62,7 +63,9 @@ from flashdig.kernels.hopper.schedule import (
     send,
     send_end,
 )
-from flashdig.kernels.hopper.softmax import online_softmax, thread_sums
+from flashdig.kernels.hopper.softmax import first_softmax
+from flashdig.kernels.hopper.turns import give_first_turn
+from flashdig.kernels.hopper.walk import pass_by, settled, span_of, walk
 
 LN_2 = gl.constexpr(0.6931471805599453)
 ROWS = gl.constexpr(64)  # of a warpgroup's tile
@@ -108,6 +111,8 @@ def _produce(
             head_kv = place.head if GROUP > 1 else place.head // terms.group_size
             query_rows = _query_rows(place, sizes)
             key_rows = Rows(place.batch, head_kv, place.first_k, place.seqlen_k, sizes.PACKED, 1)
+            # the first keys find room before the queries do
+            put_blocks(keys, done, k_descs, key_rows, (end - 1) * BLOCK_N)
             for c in gl.static_range(CONSUMERS):
                 buffer = c * Q_BUFFERS + count % Q_BUFFERS
                 mbarrier.wait(q_empty.index(buffer), ((count // Q_BUFFERS) & 1) ^ 1)
@@ -117,7 +122,8 @@ def _produce(
                 )
             for step in range(end - first):
                 start_n = (end - 1 - step) * BLOCK_N
-                put_blocks(keys, done + step, k_descs, key_rows, start_n)
+                if step > 0:
+                    put_blocks(keys, done + step, k_descs, key_rows, start_n)
                 put_blocks(values, done + step, v_descs, key_rows, start_n)
             count += 1
             done += end - first
@@ -127,42 +133,16 @@ def _produce(
 
 
 @gluon.jit
-def _settled(p):
-    """p, unchanged: pairs of its elements are bound to registers here. A loop that takes p from
-    another loop would else take it apart and put it together again in every step."""
-    return gl.inline_asm_elementwise(
-        "mov.b32 $0, $1;", "=r,r", [p], dtype=p.dtype, is_pure=True, pack=2
-    )
-
-
-@gluon.jit
-def _walk(
-    state, q, keys, values, zeros, problem, rows, done, begin, stop, end,
-    MASKED: gl.constexpr, LAZY: gl.constexpr,
-):  # fmt: skip
-    """Steps begin..stop of the walk; step i meets key tile end - 1 - i. P V lags one step."""
-    out, row_max, row_sums, p = state
-    BLOCK_N: gl.constexpr = zeros.shape[1]
-    for step in range(begin, stop):
-        k = take_blocks(keys, done + step)
-        scores_started = start_scores(q, k, zeros)
-        v = take_blocks(values, done + step - 1)
-        out_started = start_output(p, v, out)
-        scores = warpgroup_mma_wait(len(out), deps=(scores_started,))
-        release_blocks(keys, done + step)
-        start_n = (end - 1 - step) * BLOCK_N
-        scores = final_scores(scores, problem, rows, start_n)
-        if MASKED:
-            scores = masked(scores, problem, rows, start_n)
-        probs, rescale, row_max, row_sums = online_softmax(
-            scores, row_max, row_sums, problem.exp_factor, MASKED, LAZY
-        )
-        p_next = gl.convert_layout(probs.to(p.dtype), p.type.layout)
-        out = finished_output(out_started, p)
-        release_blocks(values, done + step - 1)
-        p = p_next
-        out = scaled_if_needed(out, rescale) if LAZY else scaled(out, rescale)
-    return out, row_max, row_sums, p
+def _span(
+    sizes, place, terms, CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr
+):
+    """The key tiles of one consumer, of a place that is none (NO_TILE) anything."""
+    GROUP: gl.constexpr = sizes.GROUP
+    return span_of(
+        _problem(sizes, place, terms, None), place.start_m // GROUP,
+        (place.start_m + CONSUMER * ROWS) // GROUP, ROWS * CONSUMERS // GROUP, ROWS // GROUP,
+        BLOCK_N,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -182,12 +162,12 @@ def _first_scores(
 def _consume(
     out_descs, lse_ptr, slopes_ptr, sinks_ptr, q_tiles, out_tiles, q_full, q_empty, keys, values,
     mail, sizes, terms, CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, OWN_OUTPUT: gl.constexpr,
+    TAKE_TURNS: gl.constexpr,
 ):  # fmt: skip
     Q_BUFFERS: gl.constexpr = q_tiles[0].shape[0] // CONSUMERS
     AHEAD: gl.constexpr = Q_BUFFERS > 1
+    TURNS: gl.constexpr = CONSUMERS if TAKE_TURNS else 0
     GROUP: gl.constexpr = sizes.GROUP
-    LAZY: gl.constexpr = terms.LAZY
-    BLOCK_M: gl.constexpr = ROWS * CONSUMERS
     BLOCK_N: gl.constexpr = keys.tiles[0].shape[1]
     dtype: gl.constexpr = q_tiles[0].dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -196,77 +176,90 @@ def _consume(
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)
     count = 0  # tiles of queries so far
     done = 0  # tiles of keys so far
+    if TURNS > 0:
+        give_first_turn(CONSUMER, CONSUMERS)
     place = receive(mail, 0, sizes)
     scores = zeros
     if AHEAD:
+        span = _span(sizes, place, terms, CONSUMER, CONSUMERS, BLOCK_N)
+        done = gl.where(place.start_m != NO_TILE, span.before, 0)
+        pass_by(keys, values, 0, done, CONSUMER, TURNS)
         started = _first_scores(
             place, q_tiles, q_full, keys, zeros, count, done, CONSUMER, Q_BUFFERS
         )
         scores = warpgroup_mma_wait(0, deps=(started,))
     while place.start_m != NO_TILE:
+        span = _span(sizes, place, terms, CONSUMER, CONSUMERS, BLOCK_N)
         if not AHEAD:
+            pass_by(keys, values, done, span.before, CONSUMER, TURNS)
+            done += span.before
             started = _first_scores(
                 place, q_tiles, q_full, keys, zeros, count, done, CONSUMER, Q_BUFFERS
             )
             scores = warpgroup_mma_wait(0, deps=(started,))
         release_blocks(keys, done)
         buffer = CONSUMER * Q_BUFFERS + count % Q_BUFFERS
-        q = tile_at(q_tiles, buffer)
+        q_read = q_empty.index(buffer)
         problem = _problem(sizes, place, terms, slopes_ptr)
-        first, full_first, full_end, end = key_tiles(
-            problem, place.start_m // GROUP, BLOCK_M // GROUP, BLOCK_N
-        )
         start_row = place.start_m + CONSUMER * ROWS
         rows = start_row // GROUP + tile_rows // GROUP
 
         # the first tile: nothing to multiply with V yet
-        start_n = (end - 1) * BLOCK_N
-        scores = masked(final_scores(scores, problem, rows, start_n), problem, rows, start_n)
-        no_max = gl.full([ROWS], float("-inf"), gl.float32, s_rows)
-        probs, _, row_max, row_sums = online_softmax(
-            scores, no_max, thread_sums(zeros), problem.exp_factor, True
-        )
+        start_n = (span.end - 1) * BLOCK_N
+        scores = final_scores(scores, problem, rows, start_n)
+        if problem.RIGHT or problem.LEFT:  # noqa: SIM114 - constants, unlike what follows
+            scores = masked(scores, problem, rows, start_n)
+        elif span.full_end < span.end:
+            scores = masked(scores, problem, rows, start_n)
+        probs, row_max, row_sums = first_softmax(scores, problem.exp_factor)
         out = new_output(values.tiles, ROWS)
         o_layout: gl.constexpr = out[0].type.layout
         p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
         p = gl.convert_layout(probs.to(dtype), p_layout)
 
         # masked tiles on the right, whole ones, masked ones on the left; step 0 is done
-        right_stop = gl.maximum(end - full_end, 1)
-        full_stop = gl.maximum(end - full_first, 1)
-        steps = end - first
+        right_stop = gl.maximum(span.end - span.full_end, 1)
+        full_stop = gl.maximum(span.end - span.full_first, 1)
+        steps = span.end - span.first
         if problem.RIGHT:
-            out, row_max, row_sums, p = _walk(
-                (out, row_max, row_sums, p), q, keys, values, zeros, problem, rows, done,
-                1, right_stop, end, True, LAZY,
+            out, row_max, row_sums, p = walk(
+                (out, row_max, row_sums, p), q_tiles, buffer, q_read, keys, values, zeros, problem, rows, done,
+                1, right_stop, span, True, OWN_OUTPUT, CONSUMER, TURNS,
             )  # fmt: skip
-        p = _settled(p)
-        out, row_max, row_sums, p = _walk(
-            (out, row_max, row_sums, p), q, keys, values, zeros, problem, rows, done,
-            right_stop, full_stop, end, False, LAZY,
+        p = settled(p)
+        out, row_max, row_sums, p = walk(
+            (out, row_max, row_sums, p), q_tiles, buffer, q_read, keys, values, zeros, problem, rows, done,
+            right_stop, full_stop, span, False, OWN_OUTPUT, CONSUMER, TURNS,
         )  # fmt: skip
         if problem.LEFT:
-            p = _settled(p)
-            out, row_max, row_sums, p = _walk(
-                (out, row_max, row_sums, p), q, keys, values, zeros, problem, rows, done,
-                full_stop, steps, end, True, LAZY,
+            p = settled(p)
+            out, row_max, row_sums, p = walk(
+                (out, row_max, row_sums, p), q_tiles, buffer, q_read, keys, values, zeros, problem, rows, done,
+                full_stop, steps, span, True, OWN_OUTPUT, CONSUMER, TURNS,
             )  # fmt: skip
         if OWN_OUTPUT:
-            mbarrier.arrive(q_empty.index(buffer), count=1)
+            mbarrier.arrive(q_read, count=1, pred=steps == 1)
 
         v = take_blocks(values, done + steps - 1)
         out_started = start_output(p, v, out)
-        following = receive(mail, count + 1, sizes)
-        if AHEAD:
-            started = _first_scores(
-                following, q_tiles, q_full, keys, zeros, count + 1, done + steps, CONSUMER,
-                Q_BUFFERS,
-            )  # fmt: skip
+        row_max = gl.convert_layout(gl.max(row_max, 1), s_rows)
         factor = _statistics(
             row_max, row_sums, rows, tile_rows, place, sizes, terms, lse_ptr, sinks_ptr
         )
-        out = finished_output(out_started, p, len(q) if AHEAD else 0)
+        out = finished_output(out_started, p)
         release_blocks(values, done + steps - 1)
+        pass_by(keys, values, done + steps, span.after, CONSUMER, TURNS)
+        # the producer sends the next place when all keys of this one are on their way
+        following = receive(mail, count + 1, sizes)
+        next_done = done + steps + span.after
+        if AHEAD:
+            next_span = _span(sizes, following, terms, CONSUMER, CONSUMERS, BLOCK_N)
+            unseen = gl.where(following.start_m != NO_TILE, next_span.before, 0)
+            pass_by(keys, values, next_done, unseen, CONSUMER, TURNS)
+            next_done += unseen
+            started = _first_scores(
+                following, q_tiles, q_full, keys, zeros, count + 1, next_done, CONSUMER, Q_BUFFERS
+            )
         out = scaled(out, factor)
 
         # rows past the last one are not written
@@ -280,11 +273,11 @@ def _consume(
         store_blocks(out_descs, _query_rows(place, sizes), start_row, out_tile)
         if not OWN_OUTPUT:
             wait_for_tile_stores(0)
-            mbarrier.arrive(q_empty.index(buffer), count=1)
+            mbarrier.arrive(q_read, count=1)
         if AHEAD:
             scores = warpgroup_mma_wait(0, deps=(started,))
         count += 1
-        done += steps
+        done = next_done
         place = following
     wait_for_tile_stores(0)
 
@@ -403,7 +396,7 @@ def flashdig_hopper_forward(
     REGISTERS: gl.constexpr,
     Q_BUFFERS: gl.constexpr,
     OWN_OUTPUT: gl.constexpr,
-    LAZY: gl.constexpr,
+    TAKE_TURNS: gl.constexpr,
     PACKED: gl.constexpr,
     GROUP: gl.constexpr,
     TOP_LEFT: gl.constexpr,
@@ -432,16 +425,18 @@ def flashdig_hopper_forward(
         batch_size, num_heads, seqlen_q, seqlen_k, heads_together, left, right,
         PACKED, GROUP, TOP_LEFT, LEFT, RIGHT,
     )  # fmt: skip
-    terms = Terms(score_factor, exp_factor, softcap, group_size, stride_slopes_b, SOFTCAP, LAZY)
+    terms = Terms(score_factor, exp_factor, softcap, group_size, stride_slopes_b, SOFTCAP, True)
 
     # the tuples stand inside the calls: bound to a name, their constants would become tensors
     # fmt: off
     if CONSUMERS == 2:
         gl.warp_specialize([
             (_consume, (out_descs, lse_ptr, slopes_ptr, sinks_ptr, q_tiles, out_tiles, q_full,
-                        q_empty, keys, values, mail, sizes, terms, 0, CONSUMERS, OWN_OUTPUT)),
+                        q_empty, keys, values, mail, sizes, terms, 0, CONSUMERS, OWN_OUTPUT,
+                        TAKE_TURNS)),
             (_consume, (out_descs, lse_ptr, slopes_ptr, sinks_ptr, q_tiles, out_tiles, q_full,
-                        q_empty, keys, values, mail, sizes, terms, 1, CONSUMERS, OWN_OUTPUT)),
+                        q_empty, keys, values, mail, sizes, terms, 1, CONSUMERS, OWN_OUTPUT,
+                        TAKE_TURNS)),
             (_produce, (q_descs, k_descs, v_descs, q_tiles, q_full, q_empty, keys, values, mail,
                         sizes, terms, (cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_q_ptr,
                         seqused_k_ptr), counter_ptr, tiles, CONSUMERS)),
@@ -449,11 +444,14 @@ def flashdig_hopper_forward(
     else:
         gl.warp_specialize([
             (_consume, (out_descs, lse_ptr, slopes_ptr, sinks_ptr, q_tiles, out_tiles, q_full,
-                        q_empty, keys, values, mail, sizes, terms, 0, CONSUMERS, OWN_OUTPUT)),
+                        q_empty, keys, values, mail, sizes, terms, 0, CONSUMERS, OWN_OUTPUT,
+                        TAKE_TURNS)),
             (_consume, (out_descs, lse_ptr, slopes_ptr, sinks_ptr, q_tiles, out_tiles, q_full,
-                        q_empty, keys, values, mail, sizes, terms, 1, CONSUMERS, OWN_OUTPUT)),
+                        q_empty, keys, values, mail, sizes, terms, 1, CONSUMERS, OWN_OUTPUT,
+                        TAKE_TURNS)),
             (_consume, (out_descs, lse_ptr, slopes_ptr, sinks_ptr, q_tiles, out_tiles, q_full,
-                        q_empty, keys, values, mail, sizes, terms, 2, CONSUMERS, OWN_OUTPUT)),
+                        q_empty, keys, values, mail, sizes, terms, 2, CONSUMERS, OWN_OUTPUT,
+                        TAKE_TURNS)),
             (_produce, (q_descs, k_descs, v_descs, q_tiles, q_full, q_empty, keys, values, mail,
                         sizes, terms, (cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_q_ptr,
                         seqused_k_ptr), counter_ptr, tiles, CONSUMERS)),

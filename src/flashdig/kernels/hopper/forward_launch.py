@@ -242,7 +242,7 @@ def _numbers(call: Call, tile: Tile, group: int) -> dict[str, Any]:
         "REGISTERS": tile.registers,
         "Q_BUFFERS": tile.q_buffers,
         "OWN_OUTPUT": tile.own_output or not fits_into(call.head_dim_v, call.head_dim),
-        "LAZY": tile.lazy,
+        "TAKE_TURNS": tile.turns,
         "PACKED": call.packed,
         "GROUP": triton.next_power_of_2(group),
         "TOP_LEFT": call.top_left,

@@ -23,7 +23,7 @@ class Tile:
         q_buffers: tiles of Q that are held; with two, the next one's first scores are computed
             while this one's output is written.
         own_output: the output has shared memory of its own, else it goes through Q's.
-        lazy: the output is rescaled only where a row's maximum grew much.
+        turns: the consumers take turns at issuing their products.
     """
 
     consumers: int
@@ -32,31 +32,32 @@ class Tile:
     registers: int
     q_buffers: int = 1
     own_output: bool = False
-    lazy: bool = False
+    turns: bool = False
 
 
 _TWO_64 = Tile(2, 128, 4, 240, q_buffers=2, own_output=True)
-_THREE_64 = Tile(3, 128, 2, 160, own_output=True, lazy=True)
+_THREE_64 = Tile(3, 64, 4, 160, q_buffers=2, own_output=True)
+_TURNS_64 = Tile(3, 64, 4, 160, q_buffers=2, own_output=True, turns=True)
 _TWO_96 = Tile(2, 128, 2, 240, q_buffers=2, own_output=True)
-_TWO_128 = Tile(2, 128, 2, 240, own_output=True)
-_AHEAD_128 = Tile(2, 128, 2, 240, q_buffers=2, own_output=True, lazy=True)
-_THREE_128 = Tile(3, 64, 4, 160, own_output=True, lazy=True)
+_TWO_128 = Tile(2, 64, 4, 240, q_buffers=2, own_output=True)
+_WIDE_128 = Tile(2, 128, 2, 240, own_output=True)
+_THREE_128 = Tile(3, 64, 4, 160, own_output=True)
 _BOTH_192_128 = Tile(2, 128, 2, 240)
 _BOTH_192 = Tile(2, 64, 3, 240)
-_BOTH_256 = Tile(2, 64, 2, 240, lazy=True)
+_BOTH_256 = Tile(2, 64, 2, 240)
 
 # (head_dim, head_dim_v), padded, and causality -> (query rows from which on, tile), the most rows
-# first; any other pair takes that of its wider one. Tiles of 192 rows share their keys best and
-# waste most of a sequence's last tile
+# first; any other pair takes that of its wider one. Tiles of 192 rows share their keys best; where
+# a call may not have three consumers, the next entry is its
 TILES: dict[tuple[int, int], dict[bool, tuple[tuple[int, Tile], ...]]] = {
     (64, 64): {
-        False: ((1536, _THREE_64), (0, _TWO_64)),
-        True: ((6144, _THREE_64), (0, _TWO_64)),
+        False: ((1536, _TURNS_64), (0, _TWO_64)),
+        True: ((1536, _THREE_64), (0, _TWO_64)),
     },
     (96, 96): dict.fromkeys((False, True), ((0, _TWO_96),)),
     (128, 128): {
-        False: ((1536, _THREE_128), (0, _TWO_128)),
-        True: ((12288, _THREE_128), (768, _TWO_128), (0, _AHEAD_128)),
+        False: ((1536, _THREE_128), (1536, _WIDE_128), (256, _THREE_128), (0, _TWO_128)),
+        True: ((1536, _THREE_128), (1536, _WIDE_128), (0, _TWO_128)),
     },
     (192, 128): dict.fromkeys((False, True), ((0, _BOTH_192_128),)),
     (192, 192): dict.fromkeys((False, True), ((0, _BOTH_192),)),
