@@ -94,6 +94,7 @@ class CellReference:
             budget=budget if finite else None,
             reason="; ".join(reasons) or "ok",
             checked=self.checked,
+            rms_error=self._rms_error(tensors["out"]) if "out" in tensors else None,
         )
 
     def _whole_problem(self, name: str, x: torch.Tensor) -> str | None:
@@ -103,8 +104,8 @@ class CellReference:
         expected = self.inputs.shape_of(name)
         if tuple(x.shape) != expected:
             return f"{name} has shape {tuple(x.shape)}, expected {expected}"
-        if x.dtype != self.inputs.q.dtype:
-            return f"{name} is {x.dtype}, expected {self.inputs.q.dtype}"
+        if x.dtype != self.inputs.out_dtype:
+            return f"{name} is {x.dtype}, expected {self.inputs.out_dtype}"
         # one reduction and no mask of the tensor's size: NaN and infinity both survive a maximum
         if x.numel() and not bool(torch.isfinite(x.abs().max())):
             return f"{name} has values that are NaN or infinite"
@@ -127,6 +128,14 @@ class CellReference:
         )
         # max() drops a NaN that is not first
         return math.nan if any(map(math.isnan, found := list(differences))) else max(found)
+
+    def _rms_error(self, out: torch.Tensor) -> float | None:
+        squares = [
+            (self._of_pair("out", out, pair) - pair.values["out"]).square().mean()
+            for pair in self.pairs
+        ]
+        error = math.sqrt(float(sum(squares)) / len(squares))
+        return error if math.isfinite(error) else None
 
     def _budget(self, name: str) -> float:
         factor = ERROR_FACTOR if name == "out" else GRADIENT_FACTOR

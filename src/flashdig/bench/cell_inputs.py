@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from flashdig.bench.cells import Cell
 from flashdig.bench.exact import Heads
+from flashdig.bench.fp8 import quantised, quantised_sequences
 
 if TYPE_CHECKING:
     import torch
@@ -24,6 +26,8 @@ class CellInputs:
         cu_seqlens: int32 (sequences + 1,) of packed input.
         bias: (1, num_heads, seqlen_q, seqlen_k), or bool (1, 1, seqlen_q, seqlen_k).
         alibi_slopes, sinks: float32 (num_heads,).
+        descales: q_descale, k_descale and v_descale of fp8 inputs, float32 (sequences,
+            num_heads_kv); empty for others.
     """
 
     cell: Cell
@@ -35,6 +39,13 @@ class CellInputs:
     bias: torch.Tensor | None
     alibi_slopes: torch.Tensor | None
     sinks: torch.Tensor | None
+    descales: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def out_dtype(self) -> torch.dtype:
+        import torch
+
+        return torch.bfloat16 if self.cell.fp8 else self.q.dtype
 
     @property
     def out_shape(self) -> tuple[int, ...]:
@@ -62,13 +73,18 @@ class CellInputs:
         def of_queries(x: torch.Tensor) -> torch.Tensor:
             return self.sequence("q", x, sequence)[:, queries].transpose(0, 1)[None]
 
+        def descaled(name: str, x: torch.Tensor) -> torch.Tensor:
+            if not self.descales:
+                return x
+            return x.double() * self.descales[f"{name}_descale"][sequence, head_kv].double()
+
         bias = self.bias
         if bias is not None and bias.shape[1] > 1:
             bias = bias[:, queries]
         return Heads(
-            q=of_queries(self.q),
-            k=self.sequence("k", self.k, sequence)[None, :, head_kv],
-            v=self.sequence("v", self.v, sequence)[None, :, head_kv],
+            q=descaled("q", of_queries(self.q)),
+            k=descaled("k", self.sequence("k", self.k, sequence)[None, :, head_kv]),
+            v=descaled("v", self.sequence("v", self.v, sequence)[None, :, head_kv]),
             dout=None if self.dout is None else of_queries(self.dout),
             mask=cell.mask,
             softmax_scale=cell.problem.softmax_scale,
@@ -81,11 +97,14 @@ class CellInputs:
 
 
 def make_inputs(cell: Cell, device: torch.device | str, seed: int, backward: bool) -> CellInputs:
-    """Standard normal tensors; the same seed gives the same numbers on the same kind of device."""
+    """Standard normal tensors; the same seed gives the same numbers on the same kind of device.
+
+    fp8: quantised, with a factor for each sequence and KV head.
+    """
     import torch
 
     generator = torch.Generator(device).manual_seed(seed)
-    dtype = getattr(torch, cell.dtype)
+    dtype = torch.float32 if cell.fp8 else getattr(torch, cell.dtype)
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, device=device, dtype=dtype)
@@ -109,15 +128,28 @@ def make_inputs(cell: Cell, device: torch.device | str, seed: int, backward: boo
     if cell.alibi:
         h = torch.arange(1, cell.num_heads + 1, dtype=torch.float32, device=device)
         slopes = 2 ** (-8 * h / cell.num_heads)
+    tensors = {
+        "q": normal(*rows_q, cell.num_heads, cell.head_dim),
+        "k": normal(*rows_k, cell.num_heads_kv, cell.head_dim),
+        "v": normal(*rows_k, cell.num_heads_kv, cell.head_dim_v),
+    }
+    descales = {}
+    if cell.fp8:
+        to = getattr(torch, cell.dtype)
+        for name, x in tensors.items():
+            if cell.packed:
+                made = quantised_sequences(x, cell.num_heads_kv, cell.lengths, to)
+            else:
+                made = quantised(x, cell.num_heads_kv, to)
+            tensors[name], descales[f"{name}_descale"] = made
     return CellInputs(
         cell=cell,
-        q=normal(*rows_q, cell.num_heads, cell.head_dim),
-        k=normal(*rows_k, cell.num_heads_kv, cell.head_dim),
-        v=normal(*rows_k, cell.num_heads_kv, cell.head_dim_v),
+        **tensors,
         dout=normal(*rows_q, cell.num_heads, cell.head_dim_v) if backward else None,
         cu_seqlens=cu_seqlens,
         bias=bias,
         alibi_slopes=slopes,
         # values that the cell's dtype holds exactly, for peers that take them in it
         sinks=normal(cell.num_heads).float() if cell.sinks else None,
+        descales=descales,
     )

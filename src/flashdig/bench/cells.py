@@ -64,6 +64,11 @@ class Cell:
         return bool(self.lengths)
 
     @property
+    def fp8(self) -> bool:
+        """Inputs of 8 bits with descale factors, an output of bfloat16, no backward."""
+        return self.dtype.startswith("float8")
+
+    @property
     def mask(self) -> Mask:
         return Mask.from_arguments(self.causal, self.window)
 

@@ -7,6 +7,7 @@ is neither timed nor counted as its memory.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -109,7 +110,7 @@ class Ours:
     def reason_against(self, cell: Cell, device_type: str) -> str | None:
         from flashdig import dispatch
 
-        for backend, reasons in dispatch.support(cell.problem, request_for(device_type)):
+        for backend, reasons in dispatch.support(cell.problem, request_of(cell, device_type)):
             if backend.name == self.name:
                 return "; ".join(reasons) or None
         return f"no backend is called {self.name}"
@@ -135,6 +136,7 @@ def ours_call(inputs: CellInputs, backend: str) -> Attention:
         "sinks": inputs.sinks,
         "dropout_p": cell.dropout_p,
         "backend": backend,
+        **inputs.descales,
     }
     if not cell.packed:
         return lambda q, k, v: package.attention(q, k, v, bias=inputs.bias, **options)
@@ -156,6 +158,11 @@ def request_for(device_type: str) -> dispatch.Request:
     return dispatch.Request(device_type=device_type, compute_capability=capability)
 
 
+def request_of(cell: Cell, device_type: str) -> dispatch.Request:
+    """What a cell's call asks of `dispatch` besides its problem."""
+    return dataclasses.replace(request_for(device_type), descale=cell.fp8)
+
+
 def ours_for(names: Sequence[str], cell: Cell, device_type: str) -> list[Ours]:
     """The backends of flashdig by name; "auto" is the one that dispatch chooses for the cell.
 
@@ -168,7 +175,7 @@ def ours_for(names: Sequence[str], cell: Cell, device_type: str) -> list[Ours]:
         check_backend(asked)
         name = asked
         if asked == "auto":
-            name = dispatch.choose(cell.problem, request_for(device_type)).name
+            name = dispatch.choose(cell.problem, request_of(cell, device_type)).name
         chosen.setdefault(name, Ours(name))
     return list(chosen.values())
 

@@ -5,6 +5,9 @@ dtype: QK^T, P, O, and in the backward dP, dS and each gradient are rounded to i
 the allowance of others. `flashdig.kernels.reference` defines the semantics; unlike it, this keeps
 no seqlen_q x seqlen_k matrix, so it serves 128k tokens.
 
+In 8 bits it is what fp8 kernels do: scores and sums in float32, P in 8 bits with 2^8 for a row's
+largest, O in bfloat16.
+
 With dropout (float64 only) the results are means over all dropout masks, and the variances beside
 them are exact too: with P and dP as without dropout, f = p / (1 - p), S' the derivative of softcap,
 A = P^2 dP^2, kbar = sum_j S' P k:
@@ -28,6 +31,8 @@ if TYPE_CHECKING:
 # scores held at once in each of about ten matrices
 CHUNK_SCORES_CPU = 2**22
 CHUNK_SCORES_GPU = 2**26
+# P of a row's largest score in 8 bits: e4m3 ends at 448
+FP8_LARGEST = 2.0**8
 
 
 @dataclass(frozen=True)
@@ -116,7 +121,22 @@ class _Sums:
             yield slice(start, min(start + count, self._seqlen_q))
 
     def _round(self, x: torch.Tensor) -> torch.Tensor:
-        return x if self._rounded_to is None else x.to(self._rounded_to).to(self._precision)
+        if self._rounded_to is None or self._rounded_to.itemsize == 1:
+            return x
+        return x.to(self._rounded_to).to(self._precision)
+
+    def _round_probs(self, probs: torch.Tensor) -> torch.Tensor:
+        if self._rounded_to is None or self._rounded_to.itemsize > 1:
+            return self._round(probs)
+        factor = FP8_LARGEST / probs.amax(dim=-1, keepdim=True).clamp(min=2.0**-100)
+        return (probs * factor).to(self._rounded_to).to(self._precision) / factor
+
+    def _round_out(self, out: torch.Tensor) -> torch.Tensor:
+        import torch
+
+        if self._rounded_to is None or self._rounded_to.itemsize > 1:
+            return self._round(out)
+        return out.to(torch.bfloat16).to(self._precision)
 
     def add(self, rows: slice) -> None:
         """One stretch of query rows; keys that none of them sees cost nothing."""
@@ -129,7 +149,7 @@ class _Sums:
         keys = slice(begin, end)
         q, k, v = heads.q[:, :, rows].to(self._precision), self._k[:, :, keys], self._v[:, :, keys]
         probs, slope = self._probabilities(q, k, rows, keys)
-        self.values["out"][:, :, rows] = self._round(probs @ v)
+        self.values["out"][:, :, rows] = self._round_out(probs @ v)
         if self.variances:
             self.variances["out"][:, :, rows] = probs**2 @ v**2
         if heads.dout is None:
@@ -186,7 +206,7 @@ class _Sums:
         row_sum = probs.sum(dim=-1, keepdim=True)
         if sinks is not None:
             row_sum = row_sum + torch.exp(sinks - row_max)
-        probs = self._round(probs.div_(row_sum.masked_fill_(row_sum == 0, 1.0)))
+        probs = self._round_probs(probs.div_(row_sum.masked_fill_(row_sum == 0, 1.0)))
         return probs, slope
 
     def _add_variances(

@@ -45,6 +45,7 @@ class GateResult:
         budget: the error that is allowed.
         reason: "ok", or what does not hold.
         checked: which (batch, head) pairs were compared with float64.
+        rms_error: root of the mean square of out - reference over what was checked, where asked.
     """
 
     ok: bool
@@ -52,6 +53,7 @@ class GateResult:
     budget: float | None
     reason: str
     checked: str
+    rms_error: float | None = None
 
 
 def naive_rounded(

@@ -77,6 +77,8 @@ class Sdpa:
     def reason_against(self, cell: Cell, device_type: str) -> str | None:
         if device_type == "cpu" and not self.on_cpu:
             return "needs a CUDA device"
+        if cell.fp8:
+            return "no descale factors"
         if device_type == "cuda" and cell.dtype not in self.cuda_dtypes:
             return f"dtype must be {' or '.join(self.cuda_dtypes)}"
         reason = _no(cell, "packed input", "softcap", "sinks")
@@ -222,6 +224,7 @@ class FlashAttention:
     module: str
     lacks: tuple[str, ...]
     unlimited: int | None
+    dtypes: tuple[str, ...] = HALF
 
     def reason_against(self, cell: Cell, device_type: str) -> str | None:
         if device_type != "cuda":
@@ -229,8 +232,8 @@ class FlashAttention:
         problem = _import_problem(self.module)
         if problem is not None:
             return problem
-        if cell.dtype not in HALF:
-            return f"dtype must be {' or '.join(HALF)}"
+        if cell.dtype not in self.dtypes:
+            return f"dtype must be {' or '.join(self.dtypes)}"
         if cell.causal == "top-left":
             return "its mask is aligned to the bottom right"
         return _no(cell, *self.lacks)
@@ -238,7 +241,7 @@ class FlashAttention:
     def prepare(self, inputs: CellInputs) -> Prepared:
         cell = inputs.cell
         module: Any = importlib.import_module(self.module)
-        options: dict[str, Any] = {"causal": cell.mask.is_causal}
+        options: dict[str, Any] = {"causal": cell.mask.is_causal, **inputs.descales}
         if cell.window is not None:
             sides = (cell.mask.window_left, cell.mask.window_right)
             options["window_size"] = tuple(self.unlimited if s is None else s for s in sides)
@@ -288,6 +291,8 @@ class Flex:
             return "compiled for CUDA devices only"
         if cell.causal and cell.seqlen_q > cell.seqlen_k:
             return "a block mask with rows that see no key"
+        if cell.fp8:
+            return "no descale factors"
         return _no(cell, "sinks", "dropout")
 
     def prepare(self, inputs: CellInputs) -> Prepared:
@@ -344,6 +349,7 @@ _MAKERS: dict[str, Callable[[], Competitor]] = {
         "flash_attn_interface",
         lacks=("ALiBi", "bias", "sinks", "dropout"),
         unlimited=-1,
+        dtypes=(*HALF, "float8_e4m3fn"),
     ),
     "fa4": functools.partial(
         FlashAttention,

@@ -167,6 +167,7 @@ FIELDS: dict[str, Rule] = {
     "peak_bytes": COUNT,
     "error": AMOUNT,
     "allowed_error": AMOUNT,
+    "rms_error": AMOUNT,
     "eager_difference": AMOUNT,
     "predicted": OBJECT,
     "gate": TEXT,

@@ -40,6 +40,7 @@ class Found:
 
     Attributes:
         error, allowed_error: of the output, or of the gradient that comes closest to the allowance.
+        rms_error: of the output.
         verdict: "ok", "not run: why" (it does not serve the cell), "error: what it raised", or what
             the gate says against the result.
         peak_bytes: memory above the inputs of one forward, or of forward plus backward.
@@ -51,6 +52,7 @@ class Found:
     verdict: str = "ok"
     error: float | None = None
     allowed_error: float | None = None
+    rms_error: float | None = None
     checked: str = ""
     peak_bytes: int | None = None
     timing: Timing | None = None
@@ -215,6 +217,7 @@ def _check(found: Found, prepared: Prepared, inputs: CellInputs, reference: Cell
     verdict = reference.check(dict(zip(names, common, strict=True)))
     found.verdict, found.checked = verdict.reason, verdict.checked
     found.error, found.allowed_error = verdict.error, verdict.budget
+    found.rms_error = verdict.rms_error
 
 
 def _run_poisoned(call: Call, inputs: CellInputs) -> tuple[Any, int | None]:
@@ -286,6 +289,7 @@ def row_of(cell: Cell, found: Found, run_id: str, measure: Sequence[str]) -> Row
         "gate": found.verdict,
         "error": found.error,
         "allowed_error": found.allowed_error,
+        "rms_error": found.rms_error,
         "peak_bytes": found.peak_bytes,
     }
     notes = [f"compared: {found.checked}"] if found.checked else []

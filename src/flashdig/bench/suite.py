@@ -43,7 +43,7 @@ PEERS = (
     "fa4",
 )
 MEASURES = ("time", "memory")
-DTYPES = tuple(name for name in DTYPE_BYTES if not name.startswith("float8"))
+DTYPES = tuple(name for name in DTYPE_BYTES if name != "float8_e5m2")
 SUITE_FOLDER = Path("benchmarks") / "suites"
 
 
@@ -223,6 +223,10 @@ def suite_from(name: str, content: Mapping[str, Any]) -> Suite:
             f"against must be one of the suite's peers ({', '.join(suite.peers) or 'none'}), "
             f"got {suite.against!r}"
         )
+    for cell in suite.cells:
+        passes = suite.passes if cell.passes is None else cell.passes
+        if cell.fp8 and "backward" in passes:
+            raise SuiteError(f'{cell.title}: fp8 has no backward; say passes = ["forward"]')
     return suite
 
 
@@ -314,6 +318,10 @@ def _cell(table: Mapping[str, Any], where: str) -> Cell:
         )
     if lengths and values.get("bias", "none") != "none":
         raise SuiteError(f"{where}: bias is not defined for packed input (lengths)")
+    if values.get("dtype", "").startswith("float8"):
+        for key, off in (("bias", "none"), ("dropout_p", 0)):
+            if values.get(key, off) != off:
+                raise SuiteError(f"{where}: {key} is not measured in fp8")
     fields = _hashable(values)
     fields["softcap"] = float(fields.get("softcap", 0.0))
     return Cell(lengths=lengths, **fields)
