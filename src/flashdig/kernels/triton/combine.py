@@ -1,8 +1,9 @@
 """Joining the parts that programs left of a row of attention, in float32.
 
-Parts lie as tiles, (split, slot, KV head, row of the tile): what a program makes it writes in one
-piece. A part that saw no key has log-sum-exp -inf and is not read. The sum goes over the parts in
-their order, in groups of a fixed size, so that parts without keys change no bit of it.
+Parts lie as tiles, (split, slot, KV head, row of the tile). A part that saw no key has log-sum-exp
+-inf and counts for nothing. The sum goes over the parts in their order, in groups of a fixed size,
+so that parts without keys change no bit of it. Little is computed here, but a step waits for it:
+log-sum-exps and parts are asked for at once.
 """
 
 import triton
@@ -12,7 +13,7 @@ from flashdig.kernels.triton.decode_arguments import UNSPECIALIZED, combine_name
 from flashdig.kernels.triton.paged import tile_of_slot
 from flashdig.kernels.triton.score_terms import LN_2, LOG2_E
 
-PARTS_AT_ONCE = tl.constexpr(16)
+HELD = tl.constexpr(4096)  # float32 of parts that a program holds at once
 
 
 @triton.jit
@@ -69,28 +70,30 @@ def join_parts(
     BLOCK_DV: tl.constexpr,
 ):
     """(out [1, BLOCK_DV], lse [1]) of one row: its parts are rows first, first + between, ..."""
-    offs_s = tl.arange(0, PARTS_AT_ONCE)
+    AT_ONCE: tl.constexpr = max(8, min(32, HELD // BLOCK_DV))
+    offs_s = tl.arange(0, AT_ONCE)
     offs_dv = tl.arange(0, BLOCK_DV)
     largest = tl.full([1], float("-inf"), tl.float32)
-    for s in tl.range(0, count, PARTS_AT_ONCE):
-        rows = first + (s + offs_s) * between
-        lses = tl.load(part_lse_ptr + rows, mask=s + offs_s < count, other=float("-inf"))
-        largest = tl.maximum(largest, tl.max(lses, 0))
-    shift = tl.where(largest == float("-inf"), 0.0, largest)
     total = tl.zeros([1], tl.float32)
     out = tl.zeros([1, BLOCK_DV], tl.float32)
-    for s in tl.range(0, count, PARTS_AT_ONCE):
+    for s in tl.range(0, count, AT_ONCE):
         rows = first + (s + offs_s) * between
-        lses = tl.load(part_lse_ptr + rows, mask=s + offs_s < count, other=float("-inf"))
-        weights = tl.exp2((lses - shift) * LOG2_E)
-        read = lses != float("-inf")  # NaN is read: it must show
+        inside = s + offs_s < count
+        lses = tl.load(part_lse_ptr + rows, mask=inside, other=float("-inf"))
         parts = tl.load(
             part_ptr + rows[:, None] * BLOCK_DV + offs_dv[None, :],
-            mask=read[:, None] & (offs_dv < HEAD_DIM_V)[None, :],
+            mask=inside[:, None] & (offs_dv < HEAD_DIM_V)[None, :],
             other=0.0,
         )
-        total += tl.sum(weights, 0)
-        out += tl.sum(parts * weights[:, None], 0)[None, :]
+        # nobody wrote a part without keys; NaN counts: it must show
+        parts = tl.where((lses != float("-inf"))[:, None], parts, 0.0)
+        new_largest = tl.maximum(largest, tl.max(lses, 0))
+        shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+        weights = tl.exp2((lses - shift) * LOG2_E)
+        rescale = tl.exp2((largest - shift) * LOG2_E)
+        total = total * rescale + tl.sum(weights, 0)
+        out = out * rescale[:, None] + tl.sum(parts * weights[:, None], 0)[None, :]
+        largest = new_largest
     total = tl.where(total == 0.0, 1.0, total)
     return out / total[:, None], largest + tl.log2(total) * LN_2
 

@@ -190,7 +190,8 @@ def flashdig_decode(
     offs_dv = tl.arange(0, BLOCK_DV)
     if SPLIT:
         tl.store(part_lse_ptr + part_rows, lse)
-        tl.store(part_ptr + part_rows[:, None] * BLOCK_DV + offs_dv[None, :], out)
+        pointers = part_ptr + part_rows[:, None] * BLOCK_DV + offs_dv[None, :]
+        tl.store(pointers, out, mask=row_inside[:, None])
     else:
         if SINKS:
             sink = tl.load(sinks_ptr + head, mask=row_inside, other=0.0).to(tl.float32)
