@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from flashdig import attention, attention_varlen
+from flashdig.evidence.quick_interpreter import quicken_interpreter
 from tests.attention_cases import build, gradients, taking_gradients
 
 DENSE = ("causal more queries", "everything, small")
@@ -177,6 +178,7 @@ def count_replays():
 
 
 def main() -> None:
+    quicken_interpreter()
     found = {name: dense(name) for name in DENSE}
     found["packed"] = packed()
     found["packed without keys"] = packed_without_keys()

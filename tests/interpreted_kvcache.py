@@ -15,6 +15,7 @@ import torch
 
 from flashdig import attention_varlen
 from flashdig.bench.kvcache_conformance import judge, make_case
+from flashdig.evidence.quick_interpreter import quicken_interpreter
 from flashdig.kernels.reference import reference_attention, reference_attention_varlen
 
 PLAIN = {
@@ -113,6 +114,7 @@ def packed_over_pages():
 
 
 def main() -> None:
+    quicken_interpreter()
     found = {name: conformance(name) for name in CASES}
     calls = (rounding, ragged, packed_over_pages)
     found |= {name: call() for name, call in zip(OTHERS, calls, strict=True)}

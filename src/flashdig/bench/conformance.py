@@ -248,11 +248,21 @@ def run(plan: Plan, say: Any = print) -> Tally:
     return total
 
 
+def _quicken() -> None:
+    from flashdig.evidence.quick_interpreter import quicken_interpreter
+
+    quicken_interpreter()
+
+
 def _tallies(plan: Plan, deadline: float) -> Iterator[Tally]:
     """A tally of each specialisation, in the order in which they become ready."""
     numbers = range(len(plan.combinations))
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(min(plan.processes, len(numbers)), mp_context=context)
+    pool = ProcessPoolExecutor(
+        min(plan.processes, len(numbers)),
+        mp_context=context,
+        initializer=_quicken if plan.device == "cpu" else None,
+    )
     waiting = set(numbers)
     try:
         if plan.device == "cpu":
