@@ -23,7 +23,7 @@ from flashdig.kernels.reference import (
 from flashdig.ops.attention import LAUNCHERS, attention_op
 from flashdig.ops.fp8 import fp8_op
 from flashdig.problem import Causal
-from flashdig.validate import Call
+from flashdig.validate import Call, constant_in_graphs
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
@@ -68,7 +68,7 @@ def request_of(call: Call, backend: str) -> Request:
     )
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_in_graphs
 def _capability(device: int) -> tuple[int, int]:
     return _kept_capability(device)
 

@@ -5,8 +5,9 @@ Every error is a ValueError or TypeError that names the argument and says what i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -14,6 +15,8 @@ from flashdig import checks
 from flashdig.checks import FP8_DTYPES, HALF_DTYPES
 from flashdig.packing import Packing, check_values, values_are_checked
 from flashdig.problem import AttentionProblem, Causal, Mask
+
+Answer = TypeVar("Answer", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
@@ -219,7 +222,13 @@ def _alibi_kind(slopes: torch.Tensor | None) -> Literal["none", "heads", "batch_
     return "heads" if slopes.dim() == 1 else "batch_heads"
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def constant_in_graphs(function: Answer) -> Answer:
+    """torch.compiler.assume_constant_result, which would import the compiler: a second."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@constant_in_graphs
 def tf32_allowed() -> bool:
     """Torch's setting for float32 products on CUDA devices, now."""
     # torch.backends.cuda.matmul.allow_tf32 raises once anyone has used the newer settings

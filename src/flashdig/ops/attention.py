@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.autograd import forward_ad
 
 from flashdig.kernels.plans import Plan, plan_of
@@ -77,7 +78,7 @@ def attention_op(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return out, lse
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@_disable_dynamo  # torch.compiler.disable, but imports the compiler only when it is called
 def _transformed(*inputs: Any) -> Any:
     return _AttentionFunction.apply(*inputs)  # type: ignore[no-untyped-call]
 
