@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from flashdig.kernels.plans import Plan, plan_of
+
 TENSORS = 21
 _SCHEMA = (
     "(Tensor q, Tensor{a} k_cache, Tensor{b} v_cache, Tensor? k, Tensor? v, "
@@ -39,13 +41,16 @@ _library.define(
 )
 
 
-def cache_op(**arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """out and lse by the operator that the arguments need; those left out are None.
-
-    With k and v, they are appended to the caches first.
-    """
-    inputs = [arguments.pop(name, None) for name in NAMES]
+def operator_inputs(**arguments: Any) -> tuple[Any, ...]:
+    """The operators' inputs by their names; those left out are None."""
+    inputs = tuple([arguments.pop(name, None) for name in NAMES])
     assert not arguments, arguments
+    return inputs
+
+
+def cache_op(inputs: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse by the operator that the inputs need: with k and v, they are appended to the
+    caches first."""
     operators = torch.ops.flashdig
     operator = (
         operators.cache_attention.default
@@ -71,6 +76,10 @@ def _run_here(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         for cache in (arguments["k_cache"], arguments["v_cache"]):
             torch.autograd.graph.increment_version(cache)
     if backend == "triton":
+        plan = planned(inputs)
+        if plan is not None:
+            out, lse = plan(*inputs[:TENSORS])
+            return out, lse
         return _triton(arguments)
     out_dtype = arguments.pop("out_dtype") or arguments["q"].dtype
     for name in ("num_splits", "batch_invariant"):  # one walk over all keys, a sequence at a time
@@ -80,6 +89,19 @@ def _run_here(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
     with torch.autocast(arguments["q"].device.type, enabled=False):
         out, lse = cache_attention(**arguments, tiled=backend == "tiled")
     return out.to(out_dtype), lse
+
+
+def planned(inputs: tuple[Any, ...]) -> Plan | None:
+    """The kept plan of the portable kernels for an operator's inputs, None where there is none."""
+    from flashdig.kernels.triton.cache_plan import plan_cache_operator
+
+    tensors, settings = inputs[:TENSORS], inputs[TENSORS:-1]
+    names = NAMES[TENSORS:-1]
+
+    def make() -> Plan | None:
+        return plan_cache_operator(tensors, **dict(zip(names, settings, strict=True)))
+
+    return plan_of(make, "cache", tensors, settings)
 
 
 def _triton(arguments: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,12 +6,15 @@ indices and page numbers hold, nothing else is written.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 
+from flashdig.kernels.launch import Launch
 from flashdig.kernels.triton.arguments import check_grid
-from flashdig.kernels.triton.decode_arguments import FP8_KINDS
+from flashdig.kernels.triton.decode_arguments import FP8_KINDS, as_bytes
 from flashdig.kernels.triton.paged import cache_row, cached_length, clamped, tile_of_slot
 
 BLOCK_T = 8  # tokens of a program
@@ -256,55 +259,84 @@ def _run(
     advances: bool,
     interleaved: bool,
 ) -> None:
-    if x.numel() == 0 or target.numel() == 0 or capacity == 0:
-        return
-    packed = cu_seqlens is not None
-    batch = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    if batch == 0:
-        return
-    num_heads, head_dim = x.shape[-2:]
-    seqlen = x.shape[-3]
     cos, sin, positions = rotary if rotary is not None else (None, None, None)
     if cos is not None and sin is not None:  # an angle's rows are read as vectors
         cos, sin = (t if t.stride(1) == 1 else t.contiguous() for t in (cos, sin))
-    slots = seqlen // BLOCK_T + batch if packed else triton.cdiv(seqlen, BLOCK_T) * batch
-    fp8 = [FP8_KINDS.get(t.dtype, "none") for t in (x, target)]
-    source, into = (t.view(torch.uint8) if t.dtype in FP8_KINDS else t for t in (x, target))
-    strides_x = (0, *x.stride()) if packed else x.stride()
-    strides_c = (0, *target.stride()) if target.dim() == 3 else target.stride()
-    flashdig_append_kv[(check_grid(slots * num_heads),)](
-        source,
-        into,
+    table = page_table
+    if table is not None and table.stride(1) != 1:
+        table = table.contiguous()
+    tensors = (
+        x,
+        target,
         _flat(cache_seqlens),
-        page_table if page_table is None or page_table.stride(1) == 1 else page_table.contiguous(),
+        table,
         _flat(cache_batch_idx),
         _flat(cu_seqlens),
         cos,
         sin,
         _flat(positions),
         _flat(descale),
-        batch,
-        seqlen,
-        num_heads,
-        capacity,
-        target.shape[0],
-        1 if cos is None else cos.shape[0],
-        *strides_x,
-        *strides_c,
-        0 if page_table is None else page_table.stride(0),
-        0 if cos is None else cos.stride(0),
-        0 if sin is None else sin.stride(0),
-        HEAD_DIM=head_dim,
-        BLOCK_D=triton.next_power_of_2(head_dim),
-        BLOCK_T=BLOCK_T,
-        PACKED=packed,
-        PAGE_SIZE=0 if page_table is None else target.shape[1],
-        INTO_CACHE=into_cache,
-        ADVANCES=advances,
-        ROTARY_DIM=0 if cos is None else 2 * cos.shape[1],
-        INTERLEAVED=interleaved,
-        X_FP8=fp8[0],
-        CACHE_FP8=fp8[1],
+    )
+    launch = append_launch(
+        tensors,
+        capacity=capacity,
+        into_cache=into_cache,
+        advances=advances,
+        interleaved=interleaved,
+    )
+    if launch is not None:
+        launch(as_bytes(x), as_bytes(target), *tensors[2:])
+
+
+def append_launch(
+    tensors: Sequence[torch.Tensor | None],
+    *,
+    capacity: int,
+    into_cache: bool,
+    advances: bool,
+    interleaved: bool,
+) -> Launch | None:
+    """The launch for the kernel's tensors (fp8 ones are given to it as bytes); None where there is
+    nothing to move. Vectors, and rows of the table and of the angles, are contiguous."""
+    x, target, _, table, _, cu_seqlens, cos, sin, _, _ = tensors
+    assert x is not None
+    assert target is not None
+    packed = cu_seqlens is not None
+    batch = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    if 0 in (x.numel(), target.numel(), capacity, batch):
+        return None
+    num_heads, head_dim = x.shape[-2:]
+    seqlen = x.shape[-3]
+    slots = seqlen // BLOCK_T + batch if packed else triton.cdiv(seqlen, BLOCK_T) * batch
+    strides_x = (0, *x.stride()) if packed else x.stride()
+    strides_c = (0, *target.stride()) if target.dim() == 3 else target.stride()
+    return Launch(
+        flashdig_append_kv,
+        check_grid(slots * num_heads),
+        {
+            "batch": batch,
+            "seqlen": seqlen,
+            "num_heads": num_heads,
+            "capacity": capacity,
+            "cache_rows": target.shape[0],
+            "rotary_rows": 1 if cos is None else cos.shape[0],
+            **dict(zip((f"stride_x{d}" for d in "bnhd"), strides_x, strict=True)),
+            **dict(zip((f"stride_c{d}" for d in "bnhd"), strides_c, strict=True)),
+            "stride_table": 0 if table is None else table.stride(0),
+            "stride_cos": 0 if cos is None else cos.stride(0),
+            "stride_sin": 0 if sin is None else sin.stride(0),
+            "HEAD_DIM": head_dim,
+            "BLOCK_D": triton.next_power_of_2(head_dim),
+            "BLOCK_T": BLOCK_T,
+            "PACKED": packed,
+            "PAGE_SIZE": 0 if table is None else target.shape[1],
+            "INTO_CACHE": into_cache,
+            "ADVANCES": advances,
+            "ROTARY_DIM": 0 if cos is None else 2 * cos.shape[1],
+            "INTERLEAVED": interleaved,
+            "X_FP8": FP8_KINDS.get(x.dtype, "none"),
+            "CACHE_FP8": FP8_KINDS.get(target.dtype, "none"),
+        },
         num_warps=4,
     )
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ UNSPECIALIZED = [
     "score_factor",
     "softcap_units",
 ]
+TENSORS = 16  # of a call: q to v_descale
 FP8_KINDS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 
 
@@ -105,6 +107,10 @@ class CacheCall:
         return self.page_table.shape[1] * self.k.shape[1]
 
     @property
+    def out_shape(self) -> tuple[int, ...]:
+        return (*self.q.shape[:-1], self.v.shape[-1])
+
+    @property
     def lse_shape(self) -> tuple[int, ...]:
         if self.packed:
             return (self.num_heads, self.seqlen_q)
@@ -132,9 +138,18 @@ class CacheCall:
         kind = FP8_KINDS.get(x.dtype, "none")
         return "e4m3_bits" if kind == "e4m3" and not hardware else kind
 
-    def arguments(self, fp8_hardware: bool) -> dict[str, Any]:
-        """What `flashdig_decode` takes for its problem, besides tile, splits and results."""
-        q, k, v = (_bytes(x) for x in (self.q, self.k, self.v))
+    @property
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """In the order of `cache_attention`."""
+        return tuple(getattr(self, field.name) for field in fields(self)[:TENSORS])
+
+    def copies(self, tensors: Sequence[torch.Tensor | None]) -> bool:
+        """Whether any of these had to be copied for the kernels."""
+        return any(x is not y for x, y in zip(tensors, self.tensors, strict=True))
+
+    def numbers(self, fp8_hardware: bool) -> dict[str, Any]:
+        """What `flashdig_decode` takes for its problem, besides tensors, tile and splits."""
+        q, k, v = (as_bytes(x) for x in (self.q, self.k, self.v))
         unit = unit_of(q, k, v)
         slopes, table = self.alibi_slopes, self.page_table
         units = 1.0 if self.natural else LOG2_E
@@ -142,22 +157,6 @@ class CacheCall:
         head_dim, head_dim_v = self.q.shape[-1], self.v.shape[-1]
         block_d, tail_d = split_dim(head_dim)
         return {
-            "q_ptr": q,
-            "k_ptr": k,
-            "v_ptr": v,
-            "table_ptr": table,
-            "seqlens_ptr": self.cache_seqlens,
-            "cu_k_ptr": self.cu_seqlens_k,
-            "cu_new_ptr": self.cu_seqlens_new,
-            "leftpad_ptr": self.cache_leftpad,
-            "batch_idx_ptr": self.cache_batch_idx,
-            "cu_q_ptr": self.cu_seqlens_q,
-            "used_q_ptr": self.seqused_q,
-            "slopes_ptr": slopes,
-            "sinks_ptr": self.sinks,
-            "q_descale_ptr": self.q_descale,
-            "k_descale_ptr": self.k_descale,
-            "v_descale_ptr": self.v_descale,
             **strides(unit, q=q, k=k, v=v),
             "stride_table": 0 if table is None else table.stride(0),
             "stride_slopes_b": slopes.stride(0) if slopes is not None and slopes.dim() == 2 else 0,
@@ -193,7 +192,8 @@ class CacheCall:
         }
 
 
-def _bytes(x: torch.Tensor) -> torch.Tensor:
+def as_bytes(x: torch.Tensor) -> torch.Tensor:
+    """fp8 as the kernels take it."""
     return x.view(torch.uint8) if x.dtype in FP8_KINDS else x
 
 

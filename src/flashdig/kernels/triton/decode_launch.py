@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 import triton
 
-from flashdig.kernels.launch import multiprocessors
+from flashdig.kernels.launch import Launch, allocation, multiprocessors
+from flashdig.kernels.replay import Steps
 from flashdig.kernels.triton.arguments import architecture_of, check_grid, row_contiguous
 from flashdig.kernels.triton.combine import flashdig_combine
 from flashdig.kernels.triton.decode import flashdig_decode
-from flashdig.kernels.triton.decode_arguments import CacheCall
+from flashdig.kernels.triton.decode_arguments import CacheCall, as_bytes
 from flashdig.kernels.triton.decode_choose import (
     CROWD,
     INVARIANT_SPLIT,
@@ -21,14 +24,18 @@ from flashdig.kernels.triton.decode_choose import (
     PART_BYTES,
     PIECES,
     DecodeTile,
+    block_of,
     block_rows,
     choose_decode_tile,
     choose_splits,
 )
 from flashdig.kernels.triton.decode_ragged import flashdig_combine_ragged, flashdig_decode_ragged
+from flashdig.kernels.triton.slack import clearing
 
 # multiprocessors in the interpreter, and for tensors without memory
 INTERPRETED = 4
+# attention over the keys, the joining of its parts or None; in turn
+Launches = list[tuple[Launch, Launch | None]]
 
 
 def cache_attention(
@@ -81,19 +88,10 @@ def cache_attention(
     Returns: out (as q with head_dim_v), and lse (batch, num_heads, seqlen_q) or (num_heads,
         total_q) in float32.
     """
-    vectors = (cache_seqlens, cu_seqlens_k, cu_seqlens_new)
-    more = (cache_batch_idx, cache_leftpad, cu_seqlens_q, seqused_q)
-    call = CacheCall(
-        row_contiguous(q),
-        row_contiguous(k),
-        row_contiguous(v),
-        *map(_contiguous, vectors),
-        page_table if page_table is None or page_table.stride(1) == 1 else page_table.contiguous(),
-        *map(_contiguous, more),
-        alibi_slopes
-        if alibi_slopes is None or alibi_slopes.stride(-1) == 1
-        else alibi_slopes.contiguous(),
-        *map(_contiguous, (sinks, q_descale, k_descale, v_descale)),
+    lengths = (cache_seqlens, cu_seqlens_k, cu_seqlens_new, page_table, cache_batch_idx)
+    more = (cache_leftpad, cu_seqlens_q, seqused_q, alibi_slopes, sinks)
+    call = prepared(
+        (q, k, v, *lengths, *more, q_descale, k_descale, v_descale),
         softmax_scale=softmax_scale,
         softcap=softcap,
         window_left=window_left,
@@ -103,26 +101,62 @@ def cache_attention(
         seqlen_new=seqlen_new,
     )
     dtype = out_dtype or (torch.bfloat16 if q.element_size() == 1 else q.dtype)
-    shape = (*q.shape[:-1], v.shape[-1])
     if call.empty:
-        return _without_keys(call, shape, dtype)
-    make_out, make_lse = (torch.zeros, torch.full) if call.packed else (torch.empty, None)
-    out = make_out(shape, dtype=dtype, device=q.device)
-    lse = (
-        torch.empty(call.lse_shape, dtype=torch.float32, device=q.device)
-        if make_lse is None  # slack rows of packed input belong to no program
-        else make_lse(call.lse_shape, float("-inf"), device=q.device)
-    )
+        return _without_keys(call, dtype)
+    schedule = schedule_of(call, num_splits, batch_invariant, tile, ragged, arch)
+    plan = CachePlan(call, dtype, schedule)
+    out, lse, *parts = (make() for make in plan.makes)
+    for launch, tensors in plan.launches(call.tensors, (out, lse, *parts)):
+        launch(*tensors)
+    return out, lse
+
+
+def prepared(tensors: Sequence[torch.Tensor | None], **numbers: Any) -> CacheCall:
+    """The call with its tensors as the kernels take them, copied where need be."""
+    names = [field.name for field in fields(CacheCall)]
+    arranged: dict[str, Any] = dict(zip(names, tensors, strict=False))
+    for name, x in arranged.items():
+        if x is None:
+            continue
+        if name in ("q", "k", "v"):
+            arranged[name] = row_contiguous(x)
+        elif name in ("page_table", "alibi_slopes"):  # rows at any distance
+            arranged[name] = x if x.stride(-1) == 1 else x.contiguous()
+        else:
+            arranged[name] = x.contiguous()
+    return CacheCall(**arranged, **numbers)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How the rows and keys of a call are shared out.
+
+    Attributes:
+        splits: parts of each sequence's keys; `ragged`: where their lengths are about equal.
+        split_size: keys of a part, 0: by their number.
+    """
+
+    tile: DecodeTile
+    splits: int
+    split_size: int
+    ragged: bool
+
+
+def schedule_of(
+    call: CacheCall,
+    num_splits: int,
+    batch_invariant: bool,
+    tile: DecodeTile | None = None,
+    ragged: bool | None = None,
+    arch: str | None = None,
+) -> Schedule:
+    """The schedule of `cache_attention`'s arguments."""
     if tile is None:
-        tile = _tile(call, arch or architecture_of(q.device), batch_invariant)
+        tile = _tile(call, arch or architecture_of(call.q.device), batch_invariant)
     if ragged is None:
         ragged = num_splits == 0 and not batch_invariant and _may_be_ragged(call, tile)
     splits = _splits(call, tile, num_splits, batch_invariant)
-    if ragged:
-        _launch_ragged(call, tile, splits, out, lse)
-    else:
-        _launch(call, tile, splits, batch_invariant, out, lse)
-    return out, lse
+    return Schedule(tile, splits, INVARIANT_SPLIT if batch_invariant else 0, ragged)
 
 
 def _tile(call: CacheCall, arch: str, batch_invariant: bool) -> DecodeTile:
@@ -169,59 +203,98 @@ def _splits(call: CacheCall, tile: DecodeTile, num_splits: int, batch_invariant:
     return max(1, min(splits, PART_BYTES // max(1, tiles * row)))
 
 
-def _launch(
-    call: CacheCall,
-    tile: DecodeTile,
-    splits: int,
-    batch_invariant: bool,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-) -> None:
-    arguments = call.arguments(fp8_hardware=_fp8_hardware(call.q.device))
-    split = splits > 1 or batch_invariant
+class CachePlan:
+    """The launches of one kind of call, and what they write: see `flashdig.kernels.replay`. Called
+    with the tensors of `cache_attention`, in its order."""
+
+    __slots__ = ("_clear_slack", "_fp8", "_launches", "_ragged", "makes")
+
+    def __init__(self, call: CacheCall, dtype: torch.dtype, schedule: Schedule) -> None:
+        device = call.q.device
+        self._fp8 = call.q.element_size() == 1 or call.k.element_size() == 1
+        self._ragged = schedule.ragged
+        launches = _ragged_launches if schedule.ragged else _even_launches
+        self._launches, part_rows = launches(call, schedule)
+        made = [(call.out_shape, dtype), (call.lse_shape, torch.float32)]
+        if part_rows > 0:
+            width = block_of(call.v.shape[-1])
+            made += [((part_rows, width), torch.float32), ((part_rows,), torch.float32)]
+        self.makes = tuple(allocation(*one, device) for one in made)
+        self._clear_slack = None
+        if call.packed:  # slack rows belong to no program
+            heads = call.num_heads, call.v.shape[-1]
+            self._clear_slack = clearing(call.batch, call.seqlen_q, *heads)
+
+    def launches(
+        self, tensors: Sequence[torch.Tensor | None], made: Sequence[torch.Tensor]
+    ) -> Steps:
+        q, k, v, seqlens, cu_k, cu_new, table, batch_idx, leftpad, cu_q, used_q, *rest = tensors
+        out, lse = made[:2]
+        part, part_lse = made[2:] if len(made) > 2 else (None, None)
+        steps: Steps = []
+        if self._clear_slack is not None:
+            steps.append((self._clear_slack, (out, lse, cu_q, used_q)))
+        if self._fp8:
+            q, k, v = (x if x is None else as_bytes(x) for x in (q, k, v))
+        lengths = (seqlens, cu_k, cu_new, leftpad)
+        read = (table, *lengths, batch_idx, cu_q, used_q, *rest)
+        sinks = rest[1]
+        for attend, join in self._launches:
+            steps.append((attend, (q, k, v, out, lse, part, part_lse, *read)))
+            if join is not None:
+                where = lengths if self._ragged else (cu_q, used_q)
+                steps.append((join, (part, part_lse, out, lse, sinks, *where)))
+        return steps
+
+
+def _even_launches(call: CacheCall, schedule: Schedule) -> tuple[Launches, int]:
+    """(attention, joining or None) in turn, and how many rows of parts they need."""
+    tile, splits = schedule.tile, schedule.splits
+    split = splits > 1 or schedule.split_size > 0
     slots = call.slots(tile.block_m)
-    at_once = slots
-    part = part_lse = None
-    block_dv = arguments["BLOCK_DV"]
+    at_once, rows = slots, 0
     if split:
         rows = splits * call.num_heads_kv * tile.block_m
-        at_once = max(1, min(slots, PART_BYTES // (4 * rows * block_dv)))
-        part = torch.empty((at_once * rows, block_dv), dtype=torch.float32, device=out.device)
-        part_lse = torch.empty(at_once * rows, dtype=torch.float32, device=out.device)
+        at_once = max(1, min(slots, PART_BYTES // (4 * rows * block_of(call.v.shape[-1]))))
+    numbers = call.numbers(_fp8_hardware(call.q.device))
+    rows_of_tile = tile.block_m
+    if not call.packed:
+        rows_of_tile = min(rows_of_tile, call.seqlen_q * call.group_size)
+    launches: Launches = []
     for first_slot in range(0, slots, at_once):
         count = min(at_once, slots - first_slot)
-        flashdig_decode[(check_grid(count * call.num_heads_kv * splits),)](
-            **arguments,
-            out_ptr=out,
-            lse_ptr=lse,
-            part_ptr=part,
-            part_lse_ptr=part_lse,
-            first_slot=first_slot,
-            slots=count,
-            splits=splits,
-            SPLIT=split,
-            SPLIT_SIZE=INVARIANT_SPLIT if batch_invariant else 0,
-            ONE_PHASE=batch_invariant or tile.block_m < 64,
-            BLOCK_M=tile.block_m,
-            BLOCK_N=tile.block_n,
-            NUM_STAGES=tile.num_stages,
+        grid = {"first_slot": first_slot, "slots": count, "splits": splits}
+        attend = Launch(
+            flashdig_decode,
+            check_grid(count * call.num_heads_kv * splits),
+            {
+                **numbers,
+                **grid,
+                "SPLIT": split,
+                "SPLIT_SIZE": schedule.split_size,
+                "ONE_PHASE": schedule.split_size > 0 or tile.block_m < 64,
+                "BLOCK_M": tile.block_m,
+                "BLOCK_N": tile.block_n,
+                "NUM_STAGES": tile.num_stages,
+            },
             num_warps=tile.num_warps,
         )
+        join = None
         if split:
-            kept = ("sinks_ptr", "cu_q_ptr", "used_q_ptr", "batch", "num_heads_kv", "seqlen_q")
+            sizes = ("batch", "num_heads_kv", "seqlen_q")
             constants = ("HEAD_DIM_V", "BLOCK_DV", "GROUP", "PACKED", "SINKS")
-            flashdig_combine[(check_grid(count * call.num_heads_kv * tile.block_m),)](
-                part_ptr=part,
-                part_lse_ptr=part_lse,
-                out_ptr=out,
-                lse_ptr=lse,
-                **{name: arguments[name] for name in (*kept, *constants)},
-                first_slot=first_slot,
-                slots=count,
-                splits=splits,
-                BLOCK_M=tile.block_m,
+            join = Launch(
+                flashdig_combine,
+                check_grid(count * call.num_heads_kv * rows_of_tile),
+                {
+                    **{name: numbers[name] for name in (*sizes, *constants)},
+                    **grid,
+                    "BLOCK_M": tile.block_m,
+                },
                 num_warps=4,
             )
+        launches.append((attend, join))
+    return launches, at_once * rows
 
 
 def _may_be_ragged(call: CacheCall, tile: DecodeTile) -> bool:
@@ -231,58 +304,44 @@ def _may_be_ragged(call: CacheCall, tile: DecodeTile) -> bool:
     return several and not call.packed and rows <= tile.block_m and call.cache_seqlens is not None
 
 
-def _launch_ragged(
-    call: CacheCall, tile: DecodeTile, splits: int, out: torch.Tensor, lse: torch.Tensor
-) -> None:
-    arguments = call.arguments(fp8_hardware=_fp8_hardware(call.q.device))
-    block_dv = arguments["BLOCK_DV"]
+def _ragged_launches(call: CacheCall, schedule: Schedule) -> tuple[Launches, int]:
+    """As `_even_launches`."""
+    tile = schedule.tile
     pairs = call.batch * call.num_heads_kv
     wanted = PIECES * multiprocessors(call.q.device, INTERPRETED) * tile.resident
-    programs = check_grid(max(pairs * splits, wanted + pairs))
-    rows = programs * tile.block_m
-    part = torch.empty((rows, block_dv), dtype=torch.float32, device=out.device)
-    part_lse = torch.empty(rows, dtype=torch.float32, device=out.device)
+    programs = check_grid(max(pairs * schedule.splits, wanted + pairs))
+    numbers = call.numbers(_fp8_hardware(call.q.device))
     shared = {
-        "out_ptr": out,
-        "lse_ptr": lse,
-        "part_ptr": part,
-        "part_lse_ptr": part_lse,
-        "splits": splits,
+        "splits": schedule.splits,
         "wanted": wanted,
         "BLOCK_B": max(128, triton.next_power_of_2(call.batch)),
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
     }
-    flashdig_decode_ragged[(programs,)](
-        **arguments,
-        **shared,
-        SPLIT=True,
-        NUM_STAGES=tile.num_stages,
+    attend = Launch(
+        flashdig_decode_ragged,
+        programs,
+        {**numbers, **shared, "SPLIT": True, "NUM_STAGES": tile.num_stages},
         num_warps=tile.num_warps,
     )
-    kept = ("seqlens_ptr", "cu_k_ptr", "cu_new_ptr", "leftpad_ptr", "sinks_ptr", "batch")
-    sizes = ("num_heads_kv", "seqlen_q", "seqlen_new", "capacity", "left", "right")
+    sizes = ("batch", "num_heads_kv", "seqlen_q", "seqlen_new", "capacity", "left", "right")
     constants = ("HEAD_DIM_V", "BLOCK_DV", "GROUP", "TOP_LEFT", "LEFT", "RIGHT", "SINKS")
-    flashdig_combine_ragged[(check_grid(call.batch * call.num_heads * call.seqlen_q),)](
-        **{name: arguments[name] for name in (*kept, *sizes, *constants)},
-        **shared,
+    join = Launch(
+        flashdig_combine_ragged,
+        check_grid(call.batch * call.num_heads * call.seqlen_q),
+        {**{name: numbers[name] for name in (*sizes, *constants)}, **shared},
         num_warps=4,
     )
+    return [(attend, join)], programs * tile.block_m
 
 
-def _without_keys(
-    call: CacheCall, shape: tuple[int, ...], dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _without_keys(call: CacheCall, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows that see nothing: out 0; lse -inf, or the sink's logit."""
-    out = torch.zeros(shape, dtype=dtype, device=call.q.device)
+    out = torch.zeros(call.out_shape, dtype=dtype, device=call.q.device)
     lse = torch.full(call.lse_shape, float("-inf"), device=call.q.device)
     if call.sinks is not None and not call.packed:
         lse = lse.copy_(call.sinks.float()[:, None])
     return out, lse
-
-
-def _contiguous(x: torch.Tensor | None) -> Any:
-    return None if x is None else x.contiguous()
 
 
 def _fp8_hardware(device: torch.device) -> bool:
