@@ -13,8 +13,9 @@ if __name__ == "__main__":  # not where tests only read its tables
 
 import torch
 
-from flashdig import attention_varlen, attention_with_kvcache, kept_cache_calls
-from flashdig.bench.kvcache_conformance import judge, make_case
+from flashdig import attention_varlen, attention_with_kvcache, kept_cache_calls, run
+from flashdig.bench.kvcache_cases import make_case
+from flashdig.bench.kvcache_conformance import judge
 from flashdig.evidence.quick_interpreter import quicken_interpreter
 from flashdig.kernels.reference import reference_attention, reference_attention_varlen
 
@@ -104,6 +105,12 @@ def ragged():
 
 
 def packed_over_pages():
+    """In place: the pages are not gathered."""
+
+    def gathered(*inputs):
+        raise AssertionError("the pages were gathered")
+
+    run._gather_pages = gathered
     torch.manual_seed(0)
     cu_q, cu_k = (torch.tensor(x, dtype=torch.int32) for x in ([1, 2, 2, 8], [3, 3, 10, 25]))
     table = torch.tensor([[1, 2, 0], [3, 3, 6], [5, 1, 4]], dtype=torch.int32)

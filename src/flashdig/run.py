@@ -22,6 +22,9 @@ from flashdig.kernels.reference import (
 )
 from flashdig.ops.attention import LAUNCHERS, attention_op
 from flashdig.ops.fp8 import fp8_op
+from flashdig.ops.kvcache import cache_op
+from flashdig.ops.kvcache import operator_inputs as cache_inputs
+from flashdig.packing import Packing
 from flashdig.problem import Causal
 from flashdig.validate import Call, constant_in_graphs
 
@@ -42,6 +45,9 @@ def serve(call: Call, backend: str, key: kept_calls.Key | None = None) -> Result
     if chosen.name not in LAUNCHERS:
         return _RUN[chosen.name](call)
     name = chosen.name
+    packing = call.packing
+    if name == "triton" and packing is not None and _in_place(call, packing):
+        return _run_pages(call, packing)
     if name == "hopper" and call.problem.deterministic:
         name += "_deterministic"  # the other backends' gradients are so anyway
     inputs = operator_inputs(call, name)
@@ -123,6 +129,47 @@ def operator_inputs(call: Call, backend: str) -> tuple[Any, ...]:
         call.problem.allow_tf32,
         call.out_dtype,
         backend,
+    )
+
+
+def _in_place(call: Call, packing: Packing) -> bool:
+    """Whether pages are read where they lie: a cache has neither gradients nor dropout."""
+    if packing.page_table is None or call.dropout_p > 0.0:
+        return False
+    tensors = (call.q, call.k, call.v, call.sinks)
+    return not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors))
+
+
+def _run_pages(call: Call, packing: Packing) -> Results:
+    """Packed queries over pages, in place: lengths and pages are not read back."""
+    left, right = call.problem.mask.sides
+    return cache_op(
+        cache_inputs(
+            q=call.q,
+            k_cache=call.k,
+            v_cache=call.v,
+            cache_seqlens=packing.seqused_k,
+            cu_seqlens_k=packing.cu_seqlens_k,
+            page_table=packing.page_table,
+            cu_seqlens_q=packing.cu_seqlens_q,
+            seqused_q=packing.seqused_q,
+            alibi_slopes=call.alibi_slopes,
+            sinks=call.sinks,
+            q_descale=call.q_descale,
+            k_descale=call.k_descale,
+            v_descale=call.v_descale,
+            softmax_scale=call.softmax_scale,
+            softcap=call.problem.softcap,
+            window_left=left,
+            window_right=right,
+            top_left=call.problem.mask.alignment == "top-left",
+            allow_tf32=call.problem.allow_tf32,
+            rotary_interleaved=True,
+            num_splits=0,
+            batch_invariant=False,
+            out_dtype=call.out_dtype,
+            backend="triton",
+        )
     )
 
 

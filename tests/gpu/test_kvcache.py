@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from flashdig import attention_with_kvcache
+from flashdig import attention_varlen, attention_with_kvcache
 from flashdig.bench.gate import float64_reference
 
 pytestmark = pytest.mark.gpu
@@ -149,3 +149,55 @@ def test_the_last_token_of_a_prefill_is_a_decoding_step() -> None:
     torch.testing.assert_close(whole[:, -1:], last, atol=5e-3, rtol=1e-2)
     gathered = [x[table.long()].flatten(1, 2) for x in (k, v)]
     assert_is_exact(last, q[:, -1:], *gathered, lengths.tolist())
+
+
+def test_packed_queries_over_pages_copy_no_page() -> None:
+    k, v, table = paged(4, 16384, 16, 8, 128)
+    lengths = [16384, 300, 1, 9000]
+    cu_k = torch.tensor([0, 16384, 16684, 16685, 25685], dtype=torch.int32, device="cuda")
+    cu_q = torch.arange(5, dtype=torch.int32, device="cuda")
+    q = randn(4, 32, 128)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out = attention_varlen(q, k, v, cu_q, cu_k, page_table=table, causal=True)
+    assert torch.cuda.max_memory_allocated() - before < k.nbytes / 4
+    gathered = [x[table.long()].flatten(1, 2) for x in (k, v)]
+    assert_is_exact(out[:, None], q[:, None], *gathered, lengths)
+
+
+def test_parts_of_eager_calls_and_graphs_side_by_side() -> None:
+    """No call joins what another stream or a replayed graph left."""
+    cases = []
+    for batch, length in ((1, 4000), (3, 700), (2, 2500)):
+        q, k, v = randn(batch, 1, 16, 64), randn(batch, length, 2, 64), randn(batch, length, 2, 64)
+        lengths = torch.tensor([length - 13 * b for b in range(batch)], device="cuda").int()
+
+        def call(q=q, k=k, v=v, lengths=lengths):
+            return attention_with_kvcache(q, k, v, cache_seqlens=lengths)
+
+        call()
+        cases.append((call, (q, k, v), lengths.tolist()))
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    torch.cuda.synchronize()
+    graphs = []
+    for call, _, _ in cases:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=streams[0]):
+            out = call()
+        graphs.append((graph, out))
+    eager = []
+    for n in range(60):
+        with torch.cuda.stream(streams[n % 4]):
+            graph, _ = graphs[n % 3]
+            if n % 4 == n % 3:
+                graph.replay()
+            eager.append((n % 3, cases[n % 3][0]()))
+    torch.cuda.synchronize()
+    for (call, inputs, lengths), (graph, out) in zip(cases, graphs, strict=True):
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_is_exact(out, *inputs, lengths)
+        assert torch.equal(call(), out)
+    for case, found in eager:
+        assert torch.equal(found, graphs[case][1])

@@ -5,7 +5,8 @@ import torch
 
 from flashdig import attention_with_kvcache
 from flashdig.bench import decode
-from flashdig.bench.kvcache_conformance import FEATURES, SMALL_FEATURES, may_meet, plan
+from flashdig.bench.kvcache_cases import FEATURES, SMALL_FEATURES, may_meet
+from flashdig.bench.kvcache_conformance import plan
 from flashdig.bench.pairwise import feasible_pairs, pairs_of
 from flashdig.bench.rows import check_row
 
