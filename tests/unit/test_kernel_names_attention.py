@@ -338,6 +338,10 @@ OUR_KERNELS = {
         *("attention_part", "forward", None, None, None, False, None),
         "appends keys or values to a cache, or rotates queries.",
     ),
+    "flashdig_plan_pieces": (
+        *("attention_part", "forward", None, None, None, False, None),
+        "cuts the keys of sequences of different lengths into pieces.",
+    ),
 }
 
 

@@ -27,6 +27,7 @@ UNSPECIALIZED = [
     "slots",
     "splits",
     "wanted",
+    "most",
     "left",
     "right",
     "score_factor",

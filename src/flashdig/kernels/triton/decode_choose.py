@@ -29,6 +29,8 @@ LONG_BYTES = 100 * 10**6
 MAX_RAGGED_BATCH = 1024
 # pieces for each program that fits the chip, where lengths differ
 PIECES = 2
+# whether the last pieces are shorter than the first
+TAPER = True
 # bytes that the parts of one launch may take
 PART_BYTES = 512 * 2**20
 

@@ -23,19 +23,24 @@ from flashdig.kernels.triton.decode_choose import (
     MAX_SPLITS,
     PART_BYTES,
     PIECES,
+    TAPER,
     DecodeTile,
     block_of,
     block_rows,
     choose_decode_tile,
     choose_splits,
 )
-from flashdig.kernels.triton.decode_ragged import flashdig_combine_ragged, flashdig_decode_ragged
+from flashdig.kernels.triton.decode_ragged import (
+    flashdig_combine_ragged,
+    flashdig_decode_ragged,
+    flashdig_plan_pieces,
+)
 from flashdig.kernels.triton.slack import clearing
 
 # multiprocessors in the interpreter, and for tensors without memory
 INTERPRETED = 4
-# attention over the keys, the joining of its parts or None; in turn
-Launches = list[tuple[Launch, Launch | None]]
+# (which tensors it takes, the launch), in turn
+Launches = list[tuple[str, Launch]]
 
 
 def cache_attention(
@@ -207,19 +212,19 @@ class CachePlan:
     """The launches of one kind of call, and what they write: see `flashdig.kernels.replay`. Called
     with the tensors of `cache_attention`, in its order."""
 
-    __slots__ = ("_clear_slack", "_fp8", "_launches", "_ragged", "makes")
+    __slots__ = ("_clear_slack", "_fp8", "_launches", "makes")
 
     def __init__(self, call: CacheCall, dtype: torch.dtype, schedule: Schedule) -> None:
-        device = call.q.device
         self._fp8 = call.q.element_size() == 1 or call.k.element_size() == 1
-        self._ragged = schedule.ragged
         launches = _ragged_launches if schedule.ragged else _even_launches
-        self._launches, part_rows = launches(call, schedule)
+        self._launches, part_rows, planned = launches(call, schedule)
         made = [(call.out_shape, dtype), (call.lse_shape, torch.float32)]
         if part_rows > 0:
             width = block_of(call.v.shape[-1])
             made += [((part_rows, width), torch.float32), ((part_rows,), torch.float32)]
-        self.makes = tuple(allocation(*one, device) for one in made)
+        if planned > 0:
+            made.append(((planned,), torch.int32))
+        self.makes = tuple(allocation(*one, call.q.device) for one in made)
         self._clear_slack = None
         if call.packed:  # slack rows belong to no program
             heads = call.num_heads, call.v.shape[-1]
@@ -229,26 +234,27 @@ class CachePlan:
         self, tensors: Sequence[torch.Tensor | None], made: Sequence[torch.Tensor]
     ) -> Steps:
         q, k, v, seqlens, cu_k, cu_new, table, batch_idx, leftpad, cu_q, used_q, *rest = tensors
-        out, lse = made[:2]
-        part, part_lse = made[2:] if len(made) > 2 else (None, None)
-        steps: Steps = []
-        if self._clear_slack is not None:
-            steps.append((self._clear_slack, (out, lse, cu_q, used_q)))
+        out, lse, part, part_lse, plan = (*made, None, None, None)[:5]
         if self._fp8:
             q, k, v = (x if x is None else as_bytes(x) for x in (q, k, v))
         lengths = (seqlens, cu_k, cu_new, leftpad)
         read = (table, *lengths, batch_idx, cu_q, used_q, *rest)
         sinks = rest[1]
-        for attend, join in self._launches:
-            steps.append((attend, (q, k, v, out, lse, part, part_lse, *read)))
-            if join is not None:
-                where = lengths if self._ragged else (cu_q, used_q)
-                steps.append((join, (part, part_lse, out, lse, sinks, *where)))
-        return steps
+        arguments = {
+            "plan": (plan, *lengths),
+            "even": (q, k, v, out, lse, part, part_lse, *read),
+            "ragged": (q, k, v, out, lse, part, part_lse, plan, *read),
+            "join": (part, part_lse, out, lse, sinks, cu_q, used_q),
+            "join ragged": (part, part_lse, out, lse, sinks, plan),
+        }
+        steps: Steps = []
+        if self._clear_slack is not None:
+            steps.append((self._clear_slack, (out, lse, cu_q, used_q)))
+        return steps + [(launch, arguments[kind]) for kind, launch in self._launches]
 
 
-def _even_launches(call: CacheCall, schedule: Schedule) -> tuple[Launches, int]:
-    """(attention, joining or None) in turn, and how many rows of parts they need."""
+def _even_launches(call: CacheCall, schedule: Schedule) -> tuple[Launches, int, int]:
+    """The launches, how many rows of parts they need, and how many numbers of a plan."""
     tile, splits = schedule.tile, schedule.splits
     split = splits > 1 or schedule.split_size > 0
     slots = call.slots(tile.block_m)
@@ -279,7 +285,7 @@ def _even_launches(call: CacheCall, schedule: Schedule) -> tuple[Launches, int]:
             },
             num_warps=tile.num_warps,
         )
-        join = None
+        launches.append(("even", attend))
         if split:
             sizes = ("batch", "num_heads_kv", "seqlen_q")
             constants = ("HEAD_DIM_V", "BLOCK_DV", "GROUP", "PACKED", "SINKS")
@@ -293,8 +299,8 @@ def _even_launches(call: CacheCall, schedule: Schedule) -> tuple[Launches, int]:
                 },
                 num_warps=4,
             )
-        launches.append((attend, join))
-    return launches, at_once * rows
+            launches.append(("join", join))
+    return launches, at_once * rows, 0
 
 
 def _may_be_ragged(call: CacheCall, tile: DecodeTile) -> bool:
@@ -304,35 +310,52 @@ def _may_be_ragged(call: CacheCall, tile: DecodeTile) -> bool:
     return several and not call.packed and rows <= tile.block_m and call.cache_seqlens is not None
 
 
-def _ragged_launches(call: CacheCall, schedule: Schedule) -> tuple[Launches, int]:
+def _ragged_launches(call: CacheCall, schedule: Schedule) -> tuple[Launches, int, int]:
     """As `_even_launches`."""
     tile = schedule.tile
-    pairs = call.batch * call.num_heads_kv
+    heads = call.num_heads_kv
     wanted = PIECES * multiprocessors(call.q.device, INTERPRETED) * tile.resident
-    programs = check_grid(max(pairs * schedule.splits, wanted + pairs))
+    # see `flashdig_plan_pieces`: a quarter of the keys may be cut four times as fine
+    pieces = max(call.batch * schedule.splits, 2 * wanted // heads + 2 * call.batch)
     numbers = call.numbers(_fp8_hardware(call.q.device))
-    shared = {
-        "splits": schedule.splits,
-        "wanted": wanted,
-        "BLOCK_B": max(128, triton.next_power_of_2(call.batch)),
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
-    }
+    sizes = ("batch", "num_heads_kv", "seqlen_q", "seqlen_new", "capacity", "left", "right")
+    constants = ("GROUP", "TOP_LEFT", "LEFT", "RIGHT")
+    plan = Launch(
+        flashdig_plan_pieces,
+        call.batch,
+        {
+            **{name: numbers[name] for name in (*sizes, *constants)},
+            "splits": schedule.splits,
+            "wanted": wanted,
+            "most": pieces,
+            "TAPER": TAPER,
+            "BLOCK_B": max(128, triton.next_power_of_2(call.batch)),
+            "BLOCK_M": tile.block_m,
+            "BLOCK_N": tile.block_n,
+        },
+        num_warps=4,
+    )
     attend = Launch(
         flashdig_decode_ragged,
-        programs,
-        {**numbers, **shared, "SPLIT": True, "NUM_STAGES": tile.num_stages},
+        check_grid(pieces * heads),
+        {
+            **numbers,
+            "SPLIT": True,
+            "BLOCK_M": tile.block_m,
+            "BLOCK_N": tile.block_n,
+            "NUM_STAGES": tile.num_stages,
+        },
         num_warps=tile.num_warps,
     )
-    sizes = ("batch", "num_heads_kv", "seqlen_q", "seqlen_new", "capacity", "left", "right")
-    constants = ("HEAD_DIM_V", "BLOCK_DV", "GROUP", "TOP_LEFT", "LEFT", "RIGHT", "SINKS")
+    joined = ("batch", "num_heads_kv", "seqlen_q", "HEAD_DIM_V", "BLOCK_DV", "GROUP", "SINKS")
     join = Launch(
         flashdig_combine_ragged,
         check_grid(call.batch * call.num_heads * call.seqlen_q),
-        {**{name: numbers[name] for name in (*sizes, *constants)}, **shared},
+        {**{name: numbers[name] for name in joined}, "BLOCK_M": tile.block_m},
         num_warps=4,
     )
-    return [(attend, join)], programs * tile.block_m
+    launches: Launches = [("plan", plan), ("ragged", attend), ("join ragged", join)]
+    return launches, pieces * heads * tile.block_m, 2 * call.batch + pieces
 
 
 def _without_keys(call: CacheCall, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

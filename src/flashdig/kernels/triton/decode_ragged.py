@@ -1,8 +1,8 @@
 """Attention over a cache for sequences of different lengths, without knowing them on the host.
 
 For sequences whose queries fit one tile of rows: decoding. The lengths live on the device, so the
-device decides: where they are about equal each pair of a sequence and a KV head is cut as `decode`
-would cut it; else the keys of all pairs are cut into pieces of about one size, so that a long
+device decides, in a small kernel of its own: where they are about equal each sequence is cut as
+`decode` would cut it; else the keys of all are cut into pieces of about one size, so that a long
 sequence holds no multiprocessor when the others are done. The grid has a program for every piece
 that there can be; those beyond the last end at once.
 """
@@ -51,8 +51,9 @@ def _keys_of(
     return key_begin, key_end, offset, tiles
 
 
-@triton.jit
-def _all_pieces(
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def flashdig_plan_pieces(
+    plan_ptr,
     seqlens_ptr,
     cu_k_ptr,
     cu_new_ptr,
@@ -64,17 +65,21 @@ def _all_pieces(
     capacity,
     splits,
     wanted,
+    most,
     left,
     right,
     GROUP: tl.constexpr,
     TOP_LEFT: tl.constexpr,
     LEFT: tl.constexpr,
     RIGHT: tl.constexpr,
+    TAPER: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """(pieces of each sequence's keys, their running sum), of one KV head."""
+    """Write the plan, int32: each sequence's first piece, its number of pieces, and the sequence of
+    each of `most` pieces, -1 behind the last. A program writes one sequence's part."""
+    sequence = tl.program_id(0)
     offs_b = tl.arange(0, BLOCK_B)
     _begin, _end, _offset, tiles = _keys_of(
         seqlens_ptr,
@@ -95,13 +100,26 @@ def _all_pieces(
         BLOCK_N,
     )
     tiles = tl.where(offs_b < batch, tiles, 0)
+    before = tl.cumsum(tiles.to(tl.int64), 0) - tiles
     total = tl.sum(tiles.to(tl.int64), 0)
     # at most a quarter longer than the mean
     even = tl.max(tiles, 0).to(tl.int64) * batch * 4 <= total * 5
     piece = tl.maximum(tl.cdiv(total * num_heads_kv, wanted), 1).to(tl.int32)
+    if TAPER:  # the last ones are short, so that all end at about one time
+        half = tl.where(before * 2 >= total, tl.cdiv(piece, 2), piece)
+        piece = tl.where(before * 5 >= total * 4, tl.cdiv(piece, 4), half)
     pieces = tl.where(even, tl.minimum(splits, tiles), tl.cdiv(tiles, piece))
     pieces = tl.where(offs_b < batch, pieces, 0)
-    return pieces, tl.cumsum(pieces, 0)
+    own = tl.sum(tl.where(offs_b == sequence, pieces, 0), 0)
+    first = tl.sum(tl.where(offs_b < sequence, pieces, 0), 0)
+    tl.store(plan_ptr + sequence, first)
+    tl.store(plan_ptr + batch + sequence, own)
+    owner_ptr = plan_ptr + 2 * batch
+    for start in tl.range(first, first + own, BLOCK_B):
+        tl.store(owner_ptr + start + offs_b, sequence, mask=start + offs_b < first + own)
+    if sequence == batch - 1:
+        for start in tl.range(first + own, most, BLOCK_B):
+            tl.store(owner_ptr + start + offs_b, -1, mask=start + offs_b < most)
 
 
 @triton.jit(repr=decode_name("flashdig_decode_ragged"), do_not_specialize=UNSPECIALIZED)
@@ -113,6 +131,7 @@ def flashdig_decode_ragged(
     lse_ptr,
     part_ptr,
     part_lse_ptr,
+    plan_ptr,
     table_ptr,
     seqlens_ptr,
     cu_k_ptr,
@@ -143,8 +162,6 @@ def flashdig_decode_ragged(
     seqlen_new,
     capacity,
     cache_rows,
-    splits,
-    wanted,
     left,
     right,
     score_factor,
@@ -169,42 +186,18 @@ def flashdig_decode_ragged(
     SINKS: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
     SPLIT: tl.constexpr,
-    BLOCK_B: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
-    program = tl.program_id(0)
-    pieces, ends = _all_pieces(
-        seqlens_ptr,
-        cu_k_ptr,
-        cu_new_ptr,
-        leftpad_ptr,
-        batch,
-        num_heads_kv,
-        seqlen_q,
-        seqlen_new,
-        capacity,
-        splits,
-        wanted,
-        left,
-        right,
-        GROUP,
-        TOP_LEFT,
-        LEFT,
-        RIGHT,
-        BLOCK_B,
-        BLOCK_M,
-        BLOCK_N,
-    )
-    sequence = tl.sum((ends * num_heads_kv <= program).to(tl.int32), 0)
-    if sequence >= batch:
+    # the heads of a key lie side by side in memory: programs that read them start together
+    head_kv = tl.program_id(0) % num_heads_kv
+    piece = tl.program_id(0) // num_heads_kv
+    sequence = tl.load(plan_ptr + 2 * batch + piece)
+    if sequence < 0:
         return
-    offs_b = tl.arange(0, BLOCK_B)
-    own = tl.sum(tl.where(offs_b == sequence, pieces, 0), 0)
-    before = tl.sum(tl.where(offs_b == sequence, ends - pieces, 0), 0)
-    inside = program - before * num_heads_kv
-    head_kv = inside // own
+    first_piece = tl.load(plan_ptr + sequence)
+    own = tl.load(plan_ptr + batch + sequence)
     key_begin, key_end, offset, tiles = _keys_of(
         seqlens_ptr,
         cu_k_ptr,
@@ -224,10 +217,10 @@ def flashdig_decode_ragged(
         BLOCK_N,
     )
     share = tl.cdiv(tiles, own)
-    begin = (key_begin // BLOCK_N + (inside - head_kv * own) * share) * BLOCK_N
+    begin = (key_begin // BLOCK_N + (piece - first_piece) * share) * BLOCK_N
     end = tl.minimum(begin + share * BLOCK_N, key_end)
     rows = tl.arange(0, BLOCK_M)
-    part_rows = program.to(tl.int64) * BLOCK_M + rows
+    part_rows = tl.program_id(0).to(tl.int64) * BLOCK_M + rows
     if begin >= end:  # noqa: SIM102
         if own > 1:
             tl.store(part_lse_ptr + part_rows, tl.full([BLOCK_M], float("-inf"), tl.float32))
@@ -332,63 +325,27 @@ def flashdig_combine_ragged(
     out_ptr,
     lse_ptr,
     sinks_ptr,
-    seqlens_ptr,
-    cu_k_ptr,
-    cu_new_ptr,
-    leftpad_ptr,
+    plan_ptr,
     batch,
     num_heads_kv,
     seqlen_q,
-    seqlen_new,
-    capacity,
-    splits,
-    wanted,
-    left,
-    right,
     HEAD_DIM_V: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     GROUP: tl.constexpr,
-    TOP_LEFT: tl.constexpr,
-    LEFT: tl.constexpr,
-    RIGHT: tl.constexpr,
     SINKS: tl.constexpr,
-    BLOCK_B: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
 ):
     """Join the parts of one row of one (sequence, KV head) pair that lies in several pieces."""
     row = tl.program_id(0) % (seqlen_q * GROUP)
     head_kv = tl.program_id(0) // (seqlen_q * GROUP) % num_heads_kv
     sequence = tl.program_id(0) // (seqlen_q * GROUP) // num_heads_kv
-    pieces, ends = _all_pieces(
-        seqlens_ptr,
-        cu_k_ptr,
-        cu_new_ptr,
-        leftpad_ptr,
-        batch,
-        num_heads_kv,
-        seqlen_q,
-        seqlen_new,
-        capacity,
-        splits,
-        wanted,
-        left,
-        right,
-        GROUP,
-        TOP_LEFT,
-        LEFT,
-        RIGHT,
-        BLOCK_B,
-        BLOCK_M,
-        BLOCK_N,
-    )
-    offs_b = tl.arange(0, BLOCK_B)
-    own = tl.sum(tl.where(offs_b == sequence, pieces, 0), 0)
+    own = tl.load(plan_ptr + batch + sequence)
     if own == 1:
         return
-    before = tl.sum(tl.where(offs_b == sequence, ends - pieces, 0), 0)
-    first = (before * num_heads_kv + head_kv * own).to(tl.int64) * BLOCK_M + row
-    out, lse = join_parts(part_ptr, part_lse_ptr, first, BLOCK_M, own, HEAD_DIM_V, BLOCK_DV)
+    first = tl.load(plan_ptr + sequence).to(tl.int64) * num_heads_kv + head_kv
+    between = num_heads_kv.to(tl.int64) * BLOCK_M
+    first = first * BLOCK_M + row
+    out, lse = join_parts(part_ptr, part_lse_ptr, first, between, own, HEAD_DIM_V, BLOCK_DV)
     heads = head_kv * GROUP + row % GROUP + tl.zeros([1], tl.int32)
     if SINKS:
         out, lse = with_sink(out, lse, tl.load(sinks_ptr + heads).to(tl.float32))

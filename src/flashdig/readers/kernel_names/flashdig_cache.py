@@ -33,12 +33,17 @@ _DECODE = re.compile(
     r"_d(?P<d>\d{1,4})(?:v(?P<v>\d{1,4}))?_m(?P<m>\d{1,4})n(?P<n>\d{1,4})"
     rf"(?:_(?P<mask>causal|window))?(?P<features>(?:_(?:{'|'.join(_FEATURES)}))*)$"
 )
+_HELPERS = {
+    "flashdig_append_kv": "flashdig: appends keys or values to a cache, or rotates queries",
+    "flashdig_plan_pieces": "flashdig: cuts the keys of sequences of different lengths into pieces",
+}
 _COMBINE = re.compile(rf"^flashdig_combine{_DTYPE}_v(?P<v>\d{{1,4}})$")
 
 
 def decode(symbol: Symbol) -> KernelName | None:
     """A kernel over a cache; None for anything else."""
-    if symbol.text == "flashdig_append_kv":
+    words = _HELPERS.get(symbol.text)
+    if words is not None:
         return KernelName(
             name=symbol.name,
             family="flashdig",
@@ -46,7 +51,7 @@ def decode(symbol: Symbol) -> KernelName | None:
             role="attention_part",
             pass_="forward",
             tensor_cores=False,
-            words=sentence("flashdig: appends keys or values to a cache, or rotates queries"),
+            words=sentence(words),
         )
     return _decode(symbol) or _combine(symbol)
 
