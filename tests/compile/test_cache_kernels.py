@@ -16,7 +16,10 @@ NAMES = {
     "sm_80": ["flashdig_decode_bf16_d32_m16n128_causal_split_fp8cache"],
     "sm_90": ["flashdig_append_kv", "flashdig_decode_bf16_d64_m16n128_causal_paged_split"],
     "sm_100": ["flashdig_decode_bf16_d32_m64n64_causal_split"],
-    "sm_120": ["flashdig_decode_ragged_fp16_d32_m16n128_causal_paged_split"],
+    "sm_120": [
+        "flashdig_plan_pieces",
+        "flashdig_decode_ragged_fp16_d32_m16n128_causal_paged_split",
+    ],
 }
 pytestmark = pytest.mark.newest
 
