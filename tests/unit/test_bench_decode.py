@@ -1,10 +1,13 @@
 """The decode suite without a GPU: its lengths, its gate, its rows."""
 
+import contextlib
+
 import pytest
 import torch
 
 from flashdig import attention_with_kvcache
 from flashdig.bench import decode
+from flashdig.bench.host import HostCall
 from flashdig.bench.kvcache_cases import FEATURES, SMALL_FEATURES, may_meet
 from flashdig.bench.kvcache_conformance import plan
 from flashdig.bench.pairwise import feasible_pairs, pairs_of
@@ -54,6 +57,24 @@ def test_rows_may_stand_in_a_record() -> None:
         check_row({**row, "run_id": "a", "gate": "wrong"}, {"a"}, "row")
     assert decode.call_of("sdpa_cudnn", inputs(16)) == "no pages"
     assert decode.call_of("sdpa_flash", inputs()) == "no lengths"
+
+
+def test_the_eager_clock_waits_for_the_device_within_the_surroundings() -> None:
+    events: list[str] = []
+
+    @contextlib.contextmanager
+    def surroundings():
+        events.append("enter")
+        yield
+        events.append("leave")
+
+    times = iter(range(100))
+    meter = decode.EagerMeter(
+        1.0, now=lambda: float(next(times)), synchronize=lambda: events.append("wait")
+    )
+    each = meter.milliseconds(HostCall(lambda: events.append("call"), surroundings), 4)
+    assert events == ["enter", "wait", *["call"] * 4, "wait", "leave"]
+    assert each == 1e3 / 4
 
 
 @pytest.mark.parametrize(("device", "features"), [("cuda", FEATURES), ("cpu", SMALL_FEATURES)])

@@ -3,12 +3,14 @@
     python -m flashdig.bench.decode --output benchmarks/results/nvidia-h200/decode.json
 
 Every output is compared with float64 before its time counts. Kernel time is that of CUDA-graph
-replays with a cold L2 cache: between two tokens a model reads its weights.
+replays with a cold L2 cache: between two tokens a model reads its weights. With `--clock eager` it
+is that of calls back to back, their host work included, until the GPU has finished.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import random
 import shlex
@@ -19,16 +21,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flashdig.bench.environment import collect, revision
+from flashdig.bench.environment import clocks_now, collect, revision
+from flashdig.bench.host import HostCall, SurroundedMeter
 from flashdig.bench.results import append_run, new_run, timing_fields
-from flashdig.bench.timing import Timing, median_ratio, time_rotated
+from flashdig.bench.timing import Timing, TimingFailure, median_ratio, rotate, time_rotated
 
 SUITE = "decode"
 NUM_HEADS, NUM_HEADS_KV, HEAD_DIM = 32, 8, 128
 PEERS = ("fa3", "sdpa_cudnn", "sdpa_flash", "fa4")
 # schedules of ours: the one that a call gets, and others
-VARIANTS = ("chosen", "even parts", "64 keys")
-CACHES = ("dense", "page 16", "page 64")
+VARIANTS = ("chosen", "even parts")
+# in dense caches of one length every key counts, as for torch's attention, which knows no lengths;
+# elsewhere lengths lie on the device
+CACHES = ("dense", "dense, lengths", "page 16", "page 64")
 SEED = 2026
 
 
@@ -75,7 +80,7 @@ Call = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Inputs:
-    """Tensors of one cell and kind of cache."""
+    """Tensors of one cell and kind of cache; without seqlens every key counts."""
 
     q: Any
     k: Any
@@ -113,12 +118,14 @@ def make_inputs(cell: DecodeCell, cache: str) -> Inputs:
     k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     lengths = cell.lengths()
     table = None
-    if cache != "dense":
+    if cache.startswith("page"):
         size = int(cache.split()[1])
         k, v = (x.view(-1, size, NUM_HEADS_KV, HEAD_DIM) for x in (k, v))
         order = torch.randperm(k.shape[0], device="cuda")
         table = order.to(torch.int32).view(cell.batch, -1)
-    seqlens = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+    seqlens = None
+    if cell.mixed or cache != "dense":
+        seqlens = torch.tensor(lengths, dtype=torch.int32, device="cuda")
     return Inputs(q, k, v, seqlens, table, tuple(lengths))
 
 
@@ -130,28 +137,18 @@ def _ours(x: Inputs) -> Call | str:
     )
 
 
-def _variant(x: Inputs, name: str) -> Call | str:
-    """One of ours by its launcher, with a schedule other than the chosen one."""
-    from flashdig.kernels.triton.decode_choose import DecodeTile
+def _even_parts(x: Inputs) -> Call | str:
+    """Ours by its launcher, every sequence split alike."""
     from flashdig.kernels.triton.decode_launch import cache_attention
 
-    paged = int(x.page_table is not None)
-    schedules: dict[str, dict[str, Any]] = {
-        "even parts": {"ragged": False},
-        "64 keys": {"ragged": False, "tile": DecodeTile(16, 64, 4, 3 + 2 * paged, 2)},
-    }
-    settings = schedules[name]
-    num_splits = 0
-    if name == "64 keys":  # two programs a multiprocessor
-        num_splits = max(1, round(264 / (len(x.lengths) * NUM_HEADS_KV)))
     rest = (None,) * 9
 
     def call() -> Any:
         out, _ = cache_attention(
             x.q, x.k, x.v, x.seqlens, None, None, x.page_table, *rest,
             softmax_scale=HEAD_DIM**-0.5, softcap=0.0, window_left=-1, window_right=0,
-            top_left=False, allow_tf32=False, seqlen_new=0, num_splits=num_splits,
-            batch_invariant=False, **settings,
+            top_left=False, allow_tf32=False, seqlen_new=0, num_splits=0,
+            batch_invariant=False, ragged=False,
         )  # fmt: skip
         return out
 
@@ -167,7 +164,7 @@ def _fa3(x: Inputs) -> Call | str:
 
 
 def _fa4(x: Inputs) -> Call | str:
-    if x.page_table is not None or len(set(x.lengths)) > 1:
+    if x.page_table is not None or x.seqlens is not None:
         return "measured on dense caches of one length"
     from flash_attn.cute import flash_attn_func  # type: ignore[import-not-found]
 
@@ -177,7 +174,7 @@ def _fa4(x: Inputs) -> Call | str:
 def _sdpa(x: Inputs, backend: str) -> Call | str:
     if x.page_table is not None:
         return "no pages"
-    if len(set(x.lengths)) > 1:
+    if x.seqlens is not None:
         return "no lengths"
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -185,20 +182,20 @@ def _sdpa(x: Inputs, backend: str) -> Call | str:
     chosen = {"sdpa_cudnn": SDPBackend.CUDNN_ATTENTION, "sdpa_flash": SDPBackend.FLASH_ATTENTION}
 
     def call() -> Any:
-        with sdpa_kernel(chosen[backend]):
-            out = torch.nn.functional.scaled_dot_product_attention(
-                x.q.transpose(1, 2), x.k.transpose(1, 2), x.v.transpose(1, 2), enable_gqa=True
-            )
+        out = torch.nn.functional.scaled_dot_product_attention(
+            x.q.transpose(1, 2), x.k.transpose(1, 2), x.v.transpose(1, 2), enable_gqa=True
+        )
         return out.transpose(1, 2)
 
-    return call
+    # a program that wants a backend chooses it once
+    return HostCall(call, lambda: sdpa_kernel(chosen[backend]))
 
 
 def call_of(name: str, inputs: Inputs) -> Call | str:
     """A competitor's call, or why there is none."""
     try:
         if name in VARIANTS:
-            return _ours(inputs) if name == "chosen" else _variant(inputs, name)
+            return _ours(inputs) if name == "chosen" else _even_parts(inputs)
         if name == "fa3":
             return _fa3(inputs)
         if name == "fa4":
@@ -262,7 +259,7 @@ def measure(
             row["error"], row["allowed_error"] = verdict.error, verdict.budget
         if verdict.ok:
             calls[name] = call
-    for name, timing in time_rotated(calls, **settings).items():
+    for name, timing in _timed(calls, settings).items():
         if isinstance(timing, Timing):
             rows[name] |= timing_fields(timing)
             rows[name]["tb_per_s"] = inputs.cache_bytes / timing.ms / 1e9
@@ -272,6 +269,33 @@ def measure(
     torch.cuda.empty_cache()
     # unknown values are left out
     return [{n: x for n, x in row.items() if x is not None} for row in rows.values()]
+
+
+def _timed(
+    calls: Mapping[str, Call], settings: Mapping[str, Any]
+) -> dict[str, Timing | TimingFailure]:
+    if settings["clock"] != "eager" or not calls:
+        return time_rotated(calls, **settings)
+    import torch
+
+    meter = EagerMeter(settings["target_ms"], synchronize=torch.cuda.synchronize)
+    return rotate(
+        calls, meter, rounds=settings["rounds"], sample=clocks_now, progress=lambda _: None
+    )
+
+
+class EagerMeter(SurroundedMeter):
+    """Until the GPU has finished the last call."""
+
+    def milliseconds(self, call: Call, repetitions: int) -> float:
+        bare = call.call if isinstance(call, HostCall) else call
+        with call.surroundings() if isinstance(call, HostCall) else contextlib.nullcontext():
+            self._synchronize()
+            start = self._now()
+            for _ in range(repetitions):
+                bare()
+            self._synchronize()
+            return (self._now() - start) * 1e3 / repetitions
 
 
 def _row(cell: DecodeCell, cache: str, inputs: Inputs, name: str) -> dict[str, Any]:
@@ -329,7 +353,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--target-ms", type=float, default=0.5)
     parser.add_argument("--time-limit", type=float, help="no cell begins after so many seconds")
-    parser.add_argument("--clock", choices=("graph", "host"), default="graph")
+    parser.add_argument("--clock", choices=("graph", "host", "eager"), default="graph")
     given = parser.parse_args(arguments)
     names = [cell.name for cell in CELLS]
     if unknown := sorted(set(given.cells or ()) - set(names)):
@@ -346,6 +370,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     begun, failed = time.monotonic(), False
     for cell in CELLS:
         for cache in given.caches:
+            if cell.mixed and cache == "dense":  # lengths are what it is about
+                continue
             late = given.time_limit is not None and time.monotonic() - begun > given.time_limit
             if late or (given.cells and cell.name not in given.cells):
                 continue
