@@ -259,6 +259,18 @@ def test_a_run_is_tallied_and_recorded(monkeypatch, tmp_path) -> None:
     assert (row["features"]["specialisations"], row["features"]["redrawn"]) == (2, 2)
 
 
+def test_bits_that_must_repeat_and_the_kernels_that_repeat_them() -> None:
+    hopper = conformance_judge.Kernels("hopper")
+    any_order, in_order = (case_of(deterministic=on) for on in (False, True))
+    assert hopper.of_case(any_order).backend == "hopper"
+    assert hopper.of_case(in_order).backend == "hopper_deterministic"
+    assert conformance_judge.Kernels().of_case(case_of()).backend == "triton"
+    for name in ("out", "lse", "dq", "dk", "dv"):
+        assert conformance_judge.repeats(name, any_order) == (name != "dq")
+        assert conformance_judge.repeats(name, in_order)
+        assert conformance_judge.repeats(name, case_of())
+
+
 def test_a_lost_gpu_ends_the_suite_and_is_told(monkeypatch) -> None:
     plan = conformance.make_plan(count=1, inputs=3)
 

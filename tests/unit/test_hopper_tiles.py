@@ -39,7 +39,8 @@ def test_every_pair_of_widths_fits_shared_memory_and_registers(rows, causal) -> 
         tile = tile_of(head_dim, head_dim_v, rows, causal)
         queries = ROWS * tile.consumers
         held = queries * tile.q_buffers * head_dim
-        held += tile.stages * tile.block_n * (head_dim + head_dim_v)
+        held += tile.stages * tile.block_n * head_dim
+        held += (tile.value_stages or tile.stages) * tile.block_n * head_dim_v
         if tile.own_output or not fits_into(head_dim_v, head_dim):
             held += queries * head_dim_v
         assert 2 * held + BARRIERS <= allowed, (head_dim, head_dim_v, tile)

@@ -74,6 +74,8 @@ HOPPER_FEATURES: dict[str, tuple[Hashable, ...]] = {
     "dropout": (False,),
     # "terms" alone would be the sinks' gradient, which "all" has too
     "wanted": tuple(wanted for wanted in WANTED if wanted != "terms"),
+    # a backward of its own
+    "deterministic": (False, True),
 }
 
 DISTRIBUTIONS = ("gaussian", "constant", "rising", "huge key", "large logits", "zero")

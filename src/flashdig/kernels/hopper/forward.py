@@ -5,10 +5,10 @@
     consumer    S_i = Q K_i^T is issued, then O += P_{i-1} V_{i-1}; the softmax of S_i runs while
                 the tensor cores work on both (Shah et al. 2024, "FlashAttention-3", section 3.2)
 
-Each consumer walks the key tiles that its own rows see (`walk`) and goes on to the next tile of
-queries without the others, as far as the rings reach. With two buffers for Q the first S of the
-next tile is issued when the last P V of this one is done, and runs while this one's output is
-divided and written.
+Each consumer walks the key tiles that its own rows see, or the block's (`walk`), and goes on to the
+next tile of queries without the others, as far as the rings reach. With two buffers for Q the first
+S of the next tile is issued when the last P V of this one is done, and runs while this one's output
+is divided and written.
 
 Tiles that the mask cuts are walked first (and, with a window, last), in loops of their own. Keys
 are counted from the first one that some query of the sequence sees to the last; what lies outside,
@@ -134,14 +134,17 @@ def _produce(
 
 @gluon.jit
 def _span(
-    sizes, place, terms, CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr
-):
+    sizes, place, terms, CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr,
+    OWN_WALK: gl.constexpr,
+):  # fmt: skip
     """The key tiles of one consumer, of a place that is none (NO_TILE) anything."""
     GROUP: gl.constexpr = sizes.GROUP
+    BLOCK_M: gl.constexpr = ROWS * CONSUMERS // GROUP
+    OWN_ROWS: gl.constexpr = ROWS // GROUP if OWN_WALK else BLOCK_M
+    FIRST_ROW: gl.constexpr = CONSUMER * ROWS if OWN_WALK else 0
     return span_of(
         _problem(sizes, place, terms, None), place.start_m // GROUP,
-        (place.start_m + CONSUMER * ROWS) // GROUP, ROWS * CONSUMERS // GROUP, ROWS // GROUP,
-        BLOCK_N,
+        (place.start_m + FIRST_ROW) // GROUP, BLOCK_M, OWN_ROWS, BLOCK_N,
     )  # fmt: skip
 
 
@@ -162,7 +165,7 @@ def _first_scores(
 def _consume(
     out_descs, lse_ptr, slopes_ptr, sinks_ptr, q_tiles, out_tiles, q_full, q_empty, keys, values,
     mail, sizes, terms, CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, OWN_OUTPUT: gl.constexpr,
-    TAKE_TURNS: gl.constexpr,
+    TAKE_TURNS: gl.constexpr, OWN_WALK: gl.constexpr,
 ):  # fmt: skip
     Q_BUFFERS: gl.constexpr = q_tiles[0].shape[0] // CONSUMERS
     AHEAD: gl.constexpr = Q_BUFFERS > 1
@@ -181,7 +184,7 @@ def _consume(
     place = receive(mail, 0, sizes)
     scores = zeros
     if AHEAD:
-        span = _span(sizes, place, terms, CONSUMER, CONSUMERS, BLOCK_N)
+        span = _span(sizes, place, terms, CONSUMER, CONSUMERS, BLOCK_N, OWN_WALK)
         done = gl.where(place.start_m != NO_TILE, span.before, 0)
         pass_by(keys, values, 0, done, CONSUMER, TURNS)
         started = _first_scores(
@@ -189,7 +192,7 @@ def _consume(
         )
         scores = warpgroup_mma_wait(0, deps=(started,))
     while place.start_m != NO_TILE:
-        span = _span(sizes, place, terms, CONSUMER, CONSUMERS, BLOCK_N)
+        span = _span(sizes, place, terms, CONSUMER, CONSUMERS, BLOCK_N, OWN_WALK)
         if not AHEAD:
             pass_by(keys, values, done, span.before, CONSUMER, TURNS)
             done += span.before
@@ -223,19 +226,19 @@ def _consume(
         steps = span.end - span.first
         if problem.RIGHT:
             out, row_max, row_sums, p = walk(
-                (out, row_max, row_sums, p), q_tiles, buffer, q_read, keys, values, zeros, problem, rows, done,
-                1, right_stop, span, True, OWN_OUTPUT, CONSUMER, TURNS,
+                (out, row_max, row_sums, p), q_tiles, buffer, q_read, keys, values, zeros, problem,
+                rows, done, 1, right_stop, span, True, OWN_OUTPUT, CONSUMER, TURNS,
             )  # fmt: skip
         p = settled(p)
         out, row_max, row_sums, p = walk(
-            (out, row_max, row_sums, p), q_tiles, buffer, q_read, keys, values, zeros, problem, rows, done,
-            right_stop, full_stop, span, False, OWN_OUTPUT, CONSUMER, TURNS,
+            (out, row_max, row_sums, p), q_tiles, buffer, q_read, keys, values, zeros, problem,
+            rows, done, right_stop, full_stop, span, False, OWN_OUTPUT, CONSUMER, TURNS,
         )  # fmt: skip
         if problem.LEFT:
             p = settled(p)
             out, row_max, row_sums, p = walk(
-                (out, row_max, row_sums, p), q_tiles, buffer, q_read, keys, values, zeros, problem, rows, done,
-                full_stop, steps, span, True, OWN_OUTPUT, CONSUMER, TURNS,
+                (out, row_max, row_sums, p), q_tiles, buffer, q_read, keys, values, zeros, problem,
+                rows, done, full_stop, steps, span, True, OWN_OUTPUT, CONSUMER, TURNS,
             )  # fmt: skip
         if OWN_OUTPUT:
             mbarrier.arrive(q_read, count=1, pred=steps == 1)
@@ -253,7 +256,7 @@ def _consume(
         following = receive(mail, count + 1, sizes)
         next_done = done + steps + span.after
         if AHEAD:
-            next_span = _span(sizes, following, terms, CONSUMER, CONSUMERS, BLOCK_N)
+            next_span = _span(sizes, following, terms, CONSUMER, CONSUMERS, BLOCK_N, OWN_WALK)
             unseen = gl.where(following.start_m != NO_TILE, next_span.before, 0)
             pass_by(keys, values, next_done, unseen, CONSUMER, TURNS)
             next_done += unseen
@@ -393,10 +396,12 @@ def flashdig_hopper_forward(
     CONSUMERS: gl.constexpr,
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
+    VALUE_STAGES: gl.constexpr,
     REGISTERS: gl.constexpr,
     Q_BUFFERS: gl.constexpr,
     OWN_OUTPUT: gl.constexpr,
     TAKE_TURNS: gl.constexpr,
+    OWN_WALK: gl.constexpr,
     PACKED: gl.constexpr,
     GROUP: gl.constexpr,
     TOP_LEFT: gl.constexpr,
@@ -418,7 +423,7 @@ def flashdig_hopper_forward(
         mbarrier.init(q_full.index(n), count=1)
         mbarrier.init(q_empty.index(n), count=1)
     keys = new_block_ring(k_descs, BLOCK_N, STAGES, CONSUMERS)
-    values = new_block_ring(v_descs, BLOCK_N, STAGES, CONSUMERS)
+    values = new_block_ring(v_descs, BLOCK_N, VALUE_STAGES, CONSUMERS)
     mail = new_mail(CONSUMERS)
     fence_async_shared()
     sizes = Sizes(
@@ -433,10 +438,10 @@ def flashdig_hopper_forward(
         gl.warp_specialize([
             (_consume, (out_descs, lse_ptr, slopes_ptr, sinks_ptr, q_tiles, out_tiles, q_full,
                         q_empty, keys, values, mail, sizes, terms, 0, CONSUMERS, OWN_OUTPUT,
-                        TAKE_TURNS)),
+                        TAKE_TURNS, OWN_WALK)),
             (_consume, (out_descs, lse_ptr, slopes_ptr, sinks_ptr, q_tiles, out_tiles, q_full,
                         q_empty, keys, values, mail, sizes, terms, 1, CONSUMERS, OWN_OUTPUT,
-                        TAKE_TURNS)),
+                        TAKE_TURNS, OWN_WALK)),
             (_produce, (q_descs, k_descs, v_descs, q_tiles, q_full, q_empty, keys, values, mail,
                         sizes, terms, (cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_q_ptr,
                         seqused_k_ptr), counter_ptr, tiles, CONSUMERS)),
@@ -445,13 +450,13 @@ def flashdig_hopper_forward(
         gl.warp_specialize([
             (_consume, (out_descs, lse_ptr, slopes_ptr, sinks_ptr, q_tiles, out_tiles, q_full,
                         q_empty, keys, values, mail, sizes, terms, 0, CONSUMERS, OWN_OUTPUT,
-                        TAKE_TURNS)),
+                        TAKE_TURNS, OWN_WALK)),
             (_consume, (out_descs, lse_ptr, slopes_ptr, sinks_ptr, q_tiles, out_tiles, q_full,
                         q_empty, keys, values, mail, sizes, terms, 1, CONSUMERS, OWN_OUTPUT,
-                        TAKE_TURNS)),
+                        TAKE_TURNS, OWN_WALK)),
             (_consume, (out_descs, lse_ptr, slopes_ptr, sinks_ptr, q_tiles, out_tiles, q_full,
                         q_empty, keys, values, mail, sizes, terms, 2, CONSUMERS, OWN_OUTPUT,
-                        TAKE_TURNS)),
+                        TAKE_TURNS, OWN_WALK)),
             (_produce, (q_descs, k_descs, v_descs, q_tiles, q_full, q_empty, keys, values, mail,
                         sizes, terms, (cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_q_ptr,
                         seqused_k_ptr), counter_ptr, tiles, CONSUMERS)),

@@ -18,12 +18,14 @@ class Tile:
     Attributes:
         consumers: warpgroups of 64 query rows.
         block_n: keys of a tile.
-        stages: buffers of K and of V.
+        stages: buffers of K, and of V where `value_stages` is 0.
         registers: of a consumer's thread.
         q_buffers: tiles of Q that are held; with two, the next one's first scores are computed
             while this one's output is written.
         own_output: the output has shared memory of its own, else it goes through Q's.
         turns: the consumers take turns at issuing their products.
+        own_walk: a consumer leaves out the block's tiles of keys that its own rows do not see.
+        value_stages: buffers of V: keys are freed earlier in a step than values.
     """
 
     consumers: int
@@ -33,6 +35,8 @@ class Tile:
     q_buffers: int = 1
     own_output: bool = False
     turns: bool = False
+    own_walk: bool = True
+    value_stages: int = 0
 
 
 _TWO_64 = Tile(2, 128, 4, 240, q_buffers=2, own_output=True)

@@ -97,6 +97,7 @@ def walk(
 
     Args:
         state: output, row_max, row_sums, P of the step before.
+        q_tiles, buffer: of Q, and which of them.
         q_read: the barrier to arrive at when the last step has read Q, where EARLY.
         done: tiles of keys that passed before this span.
         TURNS: consumers that take turns, or 0.
@@ -108,7 +109,7 @@ def walk(
         k = take_blocks(keys, done + step)
         if TURNS > 0:
             wait_for_turn(CONSUMER)
-        # a view of its own in every step: ptxas 12.8 else sets its descriptor up in one of two walks
+        # a view of its own in every step: else ptxas 12.8 sets its descriptor up in one walk alone
         q = tile_at(q_tiles, buffer + (step >> 30))
         scores_started = start_scores(q, k, zeros)
         v = take_blocks(values, done + step - 1)
