@@ -18,6 +18,7 @@ import torch
 from flashdig import attention, attention_varlen
 from flashdig.evidence.quick_interpreter import quicken_interpreter
 from tests.attention_cases import build, gradients, taking_gradients
+from tests.faults.targets import spread
 
 DENSE = ("causal more queries", "everything, small")
 ZERO_SIZES = ((2, 0, 5), (2, 5, 0), (0, 5, 5))
@@ -164,6 +165,20 @@ def replayed():
     return differences(call)
 
 
+def far_rows():
+    """Rows that end beyond 2^31 elements, though those of a tile are near each other."""
+    *inputs, upstream = (torch.randn(1, 70, 1, 16).half() for _ in range(4))
+
+    def call(tensors, upstream):
+        tensors = [x.requires_grad_() for x in tensors]
+        out = attention(*tensors, causal=True, backend="triton")
+        return [out, *torch.autograd.grad(out, tensors, upstream)]
+
+    near = call(inputs, upstream)
+    far = call([spread(x.detach(), 1) for x in inputs], spread(upstream, 1))
+    return [(a - b).abs().max().item() for a, b in zip(near, far, strict=True)]
+
+
 def count_replays():
     from flashdig.kernels import replay
 
@@ -186,6 +201,7 @@ def main() -> None:
     found["vmap of grad"] = vmapped()
     found["kept"] = kept()
     found["replayed"] = replayed()
+    found["far rows"] = far_rows()
     json.dump(found, sys.stdout)
 
 

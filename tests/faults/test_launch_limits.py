@@ -29,6 +29,20 @@ def test_an_upstream_gradient_that_reaches_beyond_int32(attend, device) -> None:
         assert torch.equal(a, b)
 
 
+def test_rows_far_apart_though_a_tiles_are_near(attend, device) -> None:
+    """300 rows: offsets inside a tile fit 32 bits, those from the first row do not."""
+    inputs = qkv(device, BF16, 1, 300, 300, 1, 1, 64)
+    upstream = randn(device, BF16, 1, 300, 1, 64, seed=5)
+    found = []
+    for far in (False, True):
+        some = [(spread(x.detach(), 1) if far else x.detach()).requires_grad_() for x in inputs]
+        out = attend(*some, causal=True, deterministic=True)
+        dout = spread(upstream, 1) if far else upstream
+        found.append((out, *torch.autograd.grad(out, some, dout)))
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
+
+
 def sliced(attend, inputs, upstream, options, parts):
     """Compare out, lse, dq, dk, dv of one call with calls on (q index, k index) slices of it."""
     out, lse = attend(*inputs, **options, deterministic=True, return_lse=True)

@@ -20,6 +20,7 @@ CASES = (
     "vmap of grad",
     "kept",
     "replayed",
+    "far rows",
 )
 
 

@@ -266,8 +266,8 @@ def unit_of(*tensors: torch.Tensor) -> int:
 
 
 def is_wide(block: int, *tensors: torch.Tensor) -> bool:
-    """Whether offsets inside a tile of `block` rows may pass 32 bits."""
-    return any(x.stride(-3) * block >= 2**31 for x in tensors)
+    """Whether a row's offset may pass 32 bits: the last tile's `block` rows may reach further."""
+    return any(x.stride(-3) * (x.shape[-3] + block) >= 2**31 for x in tensors)
 
 
 def tile_arguments(
