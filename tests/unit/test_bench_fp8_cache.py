@@ -1,5 +1,7 @@
 """Accuracy of a cache in 8 bits: errors of each format's size, factors where they help."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -59,3 +61,10 @@ def test_values_that_are_not_finite_are_no_result(small) -> None:
     assert row["gate"] in fp8_cache.table_of(
         [{**row, "features": {**row["features"], "cache": cache}} for cache in fp8_cache.CACHES]
     )
+
+
+def test_the_documented_table_is_the_records() -> None:
+    root = Path(__file__).parents[2]
+    record = read_record(root / "benchmarks" / "results" / "cpu" / "fp8-cache.json")
+    rows = record.rows_of(record.latest_run().run_id)
+    assert fp8_cache.table_of(rows) in (root / "docs" / "inference.md").read_text("utf-8")
