@@ -1,0 +1,1 @@
+"""flashdig in other people's libraries. Importing this package imports none of them."""
