@@ -1,7 +1,10 @@
 """`flashdig sass` from exhibit to card, with the compiler."""
 
+import contextlib
+import io
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -19,46 +22,57 @@ def run(capsys, *arguments: str) -> tuple[int, str]:
     return ended.value.code or 0, capsys.readouterr().out
 
 
-def test_what_compiles_is_shown_beside_what_does_not(capsys) -> None:
-    code, out = run(capsys, "v2", "naive", "--arch", "sm_80", "--json")
-    assert code == 0
-    found = json.loads(out)
-    (card,) = found["cards"]
-    assert (card["subject"], card["arch"], card["spill_bytes"]) == ("v2", "sm_80", 0)
-    assert card["loop"]["HMMA"] == 64
-    assert card["exp2_expected"] == 32 <= card["loop"]["MUFU.EX2"]
-    assert card["cycles"]["tensor cores"] == 512
-    assert found["failures"] == [
-        {
-            "subject": "naive",
-            "arch": "sm_80",
-            "error": "launches no Triton kernel: there is nothing to compile",
-        }
-    ]
-
-
-@pytest.mark.newest
-def test_what_the_compiler_refuses_is_a_row(capsys) -> None:
-    options = ("--arch", "sm_75", "--head-dim", "256", "--dtype", "fp32", "--json")
-    code, out = run(capsys, "v2", "online_softmax", *options)
-    assert code == 0
-    found = json.loads(out)
-    assert [card["subject"] for card in found["cards"]] == ["online_softmax"]
-    (failure,) = found["failures"]
-    assert "out of resource: shared memory" in failure["error"]
-    # nothing to show at all
-    code, out = run(capsys, "naive", *options)
-    assert (code, json.loads(out)["cards"]) == (1, [])
-
-
 ROOT = Path(__file__).parents[2]
 KERNELS = Path(__file__).with_name("sample_kernels.py")
+DIG = ROOT / "benchmarks" / "results" / "nvidia-h200" / "dig.json"
 
 
 def cards(capsys, *arguments: str) -> tuple[list, list]:
     _, out = run(capsys, *arguments, "--json")
     found = json.loads(out)
     return found["cards"], found["failures"]
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """What `flashdig sass v2 naive` prints, and the cache folder that it filled: made once."""
+    folder, printed = tmp_path_factory.mktemp("triton"), io.StringIO()
+    command = ["sass", "v2", "naive", "--arch", "sm_80,sm_90", "--record", str(DIG), "--json"]
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+        patch.setenv("TRITON_CACHE_DIR", str(folder))
+        with pytest.raises(SystemExit) as ended:
+            main(command)
+    assert not ended.value.code
+    return folder, json.loads(printed.getvalue())
+
+
+def test_what_compiles_is_shown_beside_what_does_not(compiled) -> None:
+    _, found = compiled
+    card, hopper = found["cards"]
+    assert (card["subject"], card["arch"], card["spill_bytes"]) == ("v2", "sm_80", 0)
+    assert (hopper["subject"], hopper["arch"]) == ("v2", "sm_90")
+    assert card["loop"]["HMMA"] == 64
+    assert card["exp2_expected"] == 32 <= card["loop"]["MUFU.EX2"]
+    assert card["cycles"]["tensor cores"] == 512
+    assert found["failures"] == [
+        {
+            "subject": "naive",
+            "arch": arch,
+            "error": "launches no Triton kernel: there is nothing to compile",
+        }
+        for arch in ("sm_80", "sm_90")
+    ]
+
+
+@pytest.mark.newest
+def test_what_the_compiler_refuses_is_a_row(capsys) -> None:
+    """A tile too large for the chip; the exhibit beside it compiles."""
+    options = ("--arch", "sm_75", "--head-dim", "256", "--dtype", "fp32")
+    found, (failure,) = cards(capsys, "v2", "online_softmax", *options)
+    assert [card["subject"] for card in found] == ["online_softmax"]
+    assert re.search(r"v2, .*, for sm_75: .*out of resource: shared memory", failure["error"]), (
+        failure
+    )
 
 
 def test_a_kernel_of_a_file_by_its_defaults(capsys) -> None:
@@ -126,8 +140,9 @@ def test_what_is_missing_or_wrong_is_named(kernel, signature, constants, error) 
 def test_what_the_compiler_says_of_a_kernel_is_a_row(capsys) -> None:
     options = ("--signature", "*fp32,i32", "--constant", "BLOCK=7", "--constant", "MODE=0")
     code, out = run(capsys, f"{KERNELS}:scale", *options, "--arch", "sm_90", "--json")
-    (failure,) = json.loads(out)["failures"]
-    assert code == 1
+    found = json.loads(out)
+    (failure,) = found["failures"]
+    assert (code, found["cards"]) == (1, [])  # nothing to show at all
     assert failure["error"] == "CompilationError: arange's range must be a power of 2"
 
 
@@ -139,30 +154,29 @@ def test_a_compilation_ends_in_time(capsys, tmp_path) -> None:
     assert (code, failure["error"]) == (1, "compiling took more than 2 s")
 
 
-def test_a_cache_folder_becomes_cards(capsys, tmp_path, monkeypatch) -> None:
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    compiled, _ = cards(capsys, "v2", "--arch", "sm_80,sm_90")
-    torn = next(path for path in tmp_path.rglob("*.cubin"))
-    found, failures = cards(capsys, str(tmp_path))
-    for one, other in zip(compiled, found, strict=True):
+def test_a_cache_folder_becomes_cards(capsys, compiled, tmp_path) -> None:
+    folder = tmp_path / "cache"
+    shutil.copytree(compiled[0], folder)
+    made = compiled[1]["cards"]
+    torn = next(path for path in folder.rglob("*.cubin"))
+    found, failures = cards(capsys, str(folder), "--record", str(DIG))
+    for one, other in zip(made, found, strict=True):
         assert other["subject"] == other["kernel"]
         assert {**one, "subject": other["subject"]} == other
     assert failures == []
-    ((card,), _) = cards(capsys, str(tmp_path), "--arch", "sm_90", "--match", "FLASH_FWD")
+    ((card,), _) = cards(capsys, str(folder), "--arch", "sm_90", "--match", "FLASH_FWD")
     assert card["arch"] == "sm_90"
     torn.write_text("torn")
-    found, (failure,) = cards(capsys, str(tmp_path))
+    found, (failure,) = cards(capsys, str(folder))
     assert len(found) == 1
     assert failure["subject"] == str(torn)
     assert failure["error"].startswith("cuobjdump")
 
 
 @pytest.mark.skipif(triton.__version__ != "3.6.0", reason="the record is Triton 3.6.0's")
-def test_the_record_of_cards_is_what_is_compiled_now(capsys) -> None:
+def test_the_record_of_cards_is_what_is_compiled_now(compiled) -> None:
     record = json.loads((ROOT / "benchmarks" / "results" / "compiled" / "sass.json").read_text())
     assert record["triton"] == "3.6.0"
-    dig = ROOT / "benchmarks" / "results" / "nvidia-h200" / "dig.json"
-    found, _ = cards(capsys, "v2", "--arch", "sm_80,sm_90", "--record", str(dig))
     recorded = {(card["subject"], card["arch"]): card for card in record["cards"]}
-    for card in found:
+    for card in compiled[1]["cards"]:
         assert card == recorded[card["subject"], card["arch"]]
