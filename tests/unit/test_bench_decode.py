@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flashdig import attention_with_kvcache
-from flashdig.bench import decode
+from flashdig.bench import decode, decode_mixed
 from flashdig.bench.host import HostCall
 from flashdig.bench.kvcache_cases import FEATURES, SMALL_FEATURES, may_meet
 from flashdig.bench.kvcache_conformance import plan
@@ -81,3 +81,22 @@ def test_the_eager_clock_waits_for_the_device_within_the_surroundings() -> None:
 def test_the_conformance_grid_covers_every_pair_of_features(device, features) -> None:
     covered = set().union(*(pairs_of(one, list(features)) for one in plan(device)))
     assert covered >= set(feasible_pairs(features, may_meet))
+
+
+def test_a_mixed_step_is_checked_and_summed_up(monkeypatch) -> None:
+    monkeypatch.setattr(decode_mixed, "CAPACITY", 64)
+    cell = decode_mixed.MixedCell(2, 8)
+    assert cell.queries == [1, 1, 8]
+    assert cell.lengths(3) == cell.lengths(3) != cell.lengths(4)
+    step, lengths = decode_mixed.Step(cell, "cpu"), [64, 3, 24]
+    step.set_lengths(lengths)
+    out = decode_mixed.call_of("flashdig", step)()
+    assert step.check(out, lengths) == "ok"
+    out[-1, 0] += 0.1
+    assert step.check(out, lengths).startswith("sequence 2: ")
+    times = [[n / 100, n / 100, n / 50] for n in range(1, 101)]
+    row = decode_mixed._row(cell, "flashdig") | decode_mixed.figures(times)
+    check_row({**row, "run_id": "a", "gate": "ok"}, {"a"}, "row")
+    assert row["features"]["p50_us"] == pytest.approx(505.0)
+    assert row["features"]["p99_us"] == pytest.approx(990.0)
+    assert row["aa_spread"] == 0.5
