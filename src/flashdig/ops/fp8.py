@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from flashdig.kernels.plans import plan_of
+
 TENSORS = (
     *("q", "k", "v", "alibi_slopes", "sinks"),
     *("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"),
@@ -37,14 +39,18 @@ def fp8_op(**arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _run(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    from flashdig.kernels.hopper.fp8_launch import attention_forward
+    from flashdig.kernels.hopper.fp8_launch import attention_forward, plan_forward
 
     tensors, settings = inputs[: len(TENSORS)], inputs[len(TENSORS) :]
     numbers = dict(zip(SETTINGS, settings, strict=True))
     q = tensors[0]
     if q.is_cuda and q.device.index != torch.cuda.current_device():
         with torch.cuda.device(q.device):
-            return attention_forward(*tensors, **numbers)
+            return _run(*inputs)
+    plan = plan_of(lambda: plan_forward(*tensors, **numbers), "fp8", tensors, settings)
+    if plan is not None:
+        out, lse = plan(*tensors)
+        return out, lse
     return attention_forward(*tensors, **numbers)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from flashdig.kernels.hopper.chip import multiprocessors
@@ -12,12 +14,14 @@ from flashdig.kernels.hopper.fp8_forward import flashdig_hopper_fp8_forward
 from flashdig.kernels.hopper.fp8_tiles import Fp8Tile, tile_of
 from flashdig.kernels.hopper.fp8_values import by_column, by_column_shape, keys_seen
 from flashdig.kernels.launch import Launch, allocation
+from flashdig.kernels.plans import Plan
 from flashdig.kernels.triton.arguments import Call, check_grid, prepared
 from flashdig.kernels.triton.no_keys import without_keys
 from flashdig.kernels.triton.slack import clearing
 
 # keys that a program of `fp8_values` turns, at least
 _VALUE_BLOCK = 128
+OUT_DTYPES = (torch.float16, torch.bfloat16)
 
 
 def attention_forward(
@@ -53,38 +57,54 @@ def attention_forward(
 
     Raises ValueError for another out_dtype and for a softmax_scale below zero.
     """
-    if out_dtype not in (torch.float16, torch.bfloat16):
+    if out_dtype not in OUT_DTYPES:
         raise ValueError(f"out_dtype must be float16 or bfloat16, got {out_dtype}")
     if softmax_scale < 0.0:
         raise ValueError(f"softmax_scale must not be negative, got {softmax_scale}")
-    call = prepared(
-        taken_by_tma(q),
-        taken_by_tma(k),
-        taken_by_tma(v),
-        None,
-        alibi_slopes,
-        sinks,
-        None,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        seqused_q,
-        seqused_k,
+    call = _call(
+        *(taken_by_tma(x) for x in (q, k, v)),
+        *(alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k),
         softmax_scale=softmax_scale,
         softcap=softcap,
-        dropout_p=0.0,
         window_left=window_left,
         window_right=window_right,
         top_left=top_left,
-        allow_tf32=False,
     )
     if call.empty:
         return without_keys(call, out_dtype)
     factors = [x if x is None else x.contiguous() for x in (q_descale, k_descale, v_descale)]
-    return _Fp8Plan(call, out_dtype, config, grouped)(call, *factors)
+    q, k, v, _, alibi_slopes, sinks, _, *lengths = call.tensors
+    plan = _Fp8Plan(call, out_dtype, config, grouped)
+    return plan(q, k, v, alibi_slopes, sinks, *lengths, *factors)
+
+
+def plan_forward(
+    *tensors: torch.Tensor | None, out_dtype: torch.dtype, **numbers: Any
+) -> Plan | None:
+    """The plan of `attention_forward`'s arguments; see `flashdig.kernels.launch`."""
+    (q, k, v, alibi_slopes, sinks, *lengths), factors = tensors[:-3], tensors[-3:]
+    call = _call(*tensors[:-3], **numbers)
+    copies = call.copies((q, k, v, None, alibi_slopes, sinks, None, *lengths))
+    moved = any(taken_by_tma(x) is not x for x in (call.q, call.k, call.v))
+    spread = any(x is not None and not x.is_contiguous() for x in factors)
+    served = call.softmax_scale >= 0.0 and out_dtype in OUT_DTYPES
+    if call.empty or copies or moved or spread or not served:
+        return None
+    return _Fp8Plan(call, out_dtype, None, None)
+
+
+def _call(*tensors: Any, **numbers: Any) -> Call:
+    q, k, v, alibi_slopes, sinks, *lengths = tensors
+    return prepared(
+        *(q, k, v, None, alibi_slopes, sinks, None, *lengths),
+        **numbers,
+        dropout_p=0.0,
+        allow_tf32=False,
+    )
 
 
 class _Fp8Plan:
-    __slots__ = ("_blocks", "_by_column", "_clear_slack", "_launch", "_make", "_shapes")
+    __slots__ = ("_blocks", "_by_column", "_clear_slack", "_launch", "_make")
 
     def __init__(
         self, call: Call, out_dtype: torch.dtype, config: Fp8Tile | None, grouped: bool | None
@@ -129,29 +149,29 @@ class _Fp8Plan:
             num_warps=4,
         )
 
-    def __call__(
-        self, call: Call, *descales: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, *tensors: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k, v, alibi_slopes, sinks, *others = tensors
+        lengths, descales = others[:4], others[4:]
         out, lse, by_column = (make() for make in self._make)
-        lengths = call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_q, call.seqused_k
         if self._clear_slack is not None:
-            self._clear_slack(out, lse, call.cu_seqlens_q, call.seqused_q)
-        self._by_column(call.v, by_column, *lengths)
+            cu_seqlens_q, _, seqused_q, _ = lengths
+            self._clear_slack(out, lse, cu_seqlens_q, seqused_q)
+        self._by_column(v, by_column, *lengths)
         wide, wide_v = self._blocks
         self._launch(
-            call.q,
-            call.q if wide else None,
-            call.k,
-            call.k if wide else None,
+            q,
+            q if wide else None,
+            k,
+            k if wide else None,
             by_column,
             by_column if wide_v else None,
             out,
             out if wide_v else None,
             lse,
-            call.alibi_slopes,
-            call.sinks,
+            alibi_slopes,
+            sinks,
             *lengths,
             *descales,
-            counter_for(call.q.device),
+            counter_for(out.device),
         )
         return out, lse
