@@ -23,6 +23,7 @@ from flashdig.bench.timing import (
     rotate,
     time_rotated,
 )
+from flashdig.generations.base import input_precision
 
 
 class FakeTime:
@@ -419,10 +420,13 @@ def test_matmul_precision_is_set_back_even_after_an_error() -> None:
     before = settings.fp32_precision
 
     def fails_under_tf32() -> None:
-        with timing_module._float32_precision("tf32"):
+        with timing_module.float32_precision("tf32"):
             assert settings.fp32_precision == "tf32"
+            assert input_precision(torch.float32) == "tf32"
+            assert input_precision(torch.float16) == "ieee"
             raise RuntimeError("inside")
 
     with pytest.raises(RuntimeError, match="inside"):
         fails_under_tf32()
     assert settings.fp32_precision == before
+    assert input_precision(torch.float32) == "ieee"

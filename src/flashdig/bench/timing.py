@@ -414,14 +414,15 @@ def _matmul_call(size: int, dtype: torch.dtype, precision: str | None) -> Call:
         return lambda: torch.mm(a, b, out=out)
 
     def call() -> object:
-        with _float32_precision(precision):
+        with float32_precision(precision):
             return torch.mm(a, b, out=out)
 
     return call
 
 
 @contextlib.contextmanager
-def _float32_precision(precision: str) -> Iterator[None]:
+def float32_precision(precision: str) -> Iterator[None]:
+    """Torch's setting for float32 products on CUDA devices, "ieee" or "tf32", in a with block."""
     import torch
 
     settings = torch.backends.cuda.matmul

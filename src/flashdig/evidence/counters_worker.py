@@ -56,7 +56,7 @@ def _counted(name: str, work: Callable[[], object]) -> None:
 def main(folder: Path) -> None:
     request = json.loads((folder / "request.json").read_text())
     inputs = torch.load(folder / "inputs.pt", weights_only=True, map_location=request["device"])
-    torch.backends.cuda.matmul.allow_tf32 = request["tf32"]
+    torch.backends.cuda.matmul.fp32_precision = "tf32" if request["tf32"] else "ieee"
     if inputs["q"].device.type == "cuda":
         torch.cuda.set_device(inputs["q"].device)
     with torch.no_grad():

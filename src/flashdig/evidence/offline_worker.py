@@ -122,7 +122,7 @@ def run_exhibit(name: str, problem: AttentionProblem) -> None:
     q = tensor(problem.num_heads, problem.seqlen_q, problem.head_dim)
     k = tensor(problem.num_heads_kv, problem.seqlen_k, problem.head_dim)
     v = tensor(problem.num_heads_kv, problem.seqlen_k, problem.head_dim_v)
-    torch.backends.cuda.matmul.allow_tf32 = problem.allow_tf32
+    torch.backends.cuda.matmul.fp32_precision = "tf32" if problem.allow_tf32 else "ieee"
     generation(name).run(q, k, v, problem.causal)
 
 

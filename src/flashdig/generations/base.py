@@ -102,5 +102,7 @@ def input_precision(dtype: torch.dtype) -> str:
     """Triton's precision of float32 products: IEEE, or TF32 where torch allows it."""
     import torch
 
-    tf32 = dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
-    return "tf32" if tf32 else "ieee"
+    if dtype != torch.float32:
+        return "ieee"
+    # torch.backends.cuda.matmul.allow_tf32 raises once anyone has used the newer settings
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"

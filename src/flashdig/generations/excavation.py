@@ -6,16 +6,22 @@ for their errors, the Triton exhibits in the interpreter, and nothing is timed.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 
 import torch
 
 from flashdig.bench.gate import GateResult, Reference, float64_reference, naive_rounded, poison
-from flashdig.bench.timing import Ceilings, Timing, TimingFailure, paired_ratio, time_rotated
+from flashdig.bench.timing import (
+    Ceilings,
+    Timing,
+    TimingFailure,
+    float32_precision,
+    paired_ratio,
+    time_rotated,
+)
 from flashdig.costs.flops import half_rule_flops
 from flashdig.costs.prediction import Prediction
 from flashdig.costs.schedules import exhibit_tile
@@ -182,7 +188,7 @@ def dig_on_gpu(
     rungs = _predicted(cell, names, "cuda", device)
     gpu = torch.cuda.get_device_name(inputs.q.device)
     findings = CellFindings(cell, inputs.source, gpu, rungs, ceilings, device)
-    with _tf32(cell.tf32):
+    with float32_precision("tf32" if cell.tf32 else "ieee"):
         progress("computing the float64 reference")
         reference = float64_reference(inputs.q, inputs.k, inputs.v, causal=problem.causal)
         for found in rungs:
@@ -396,16 +402,6 @@ def _count_one_head(problem: AttentionProblem, names: list[str]) -> dict[str, Co
     (runs,) = run_in_interpreter([Job(tuple(names), q, k, k, problem.causal)])
     pairs = problem.batch * problem.num_heads
     return {name: run.counts.times(pairs) for name, run in runs.items()}
-
-
-@contextlib.contextmanager
-def _tf32(allowed: bool) -> Iterator[None]:
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = allowed
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def _first_line(error: BaseException) -> str:
