@@ -215,8 +215,8 @@ BACKENDS = (
     ),
     Backend(
         "hopper_fp8",
-        "e4m3 forward in Gluon for Hopper (sm_90a): compiled, never run on a GPU yet",
-        False,
+        "e4m3 forward in Gluon for Hopper (sm_90a), products in 8 bits",
+        True,
         _hopper_fp8,
     ),
     Backend("triton", "portable Triton kernels, NVIDIA GPUs since Ampere", True, _triton),

@@ -165,6 +165,44 @@ def test_packed_sequences_leave_their_neighbours_alone(window) -> None:
     torch.testing.assert_close(lse.double(), exact_lse.double(), atol=2e-3, rtol=1e-3)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("causal", [False, True])
+def test_maxima_that_rise_and_fall_from_tile_to_tile(head_dim, causal) -> None:
+    """P beyond e4m3's range would saturate under a maximum that is kept too long."""
+    for ends in ((-8.0, 8.0), (8.0, -8.0)):
+        q, k, v, _ = tensors(1, 1100, 1100, 2, 2, head_dim)
+        q, k = q.float(), k.float()
+        q[..., 0] = 4 * head_dim**0.5 / 8
+        k[..., 0] = torch.linspace(*ends, 1100, device="cuda")[None, :, None]
+        q, k = q.to(E4M3), k.to(E4M3)
+        out, lse = run(q, k, v, {}, causal)
+        assert_is_attention(out, lse, q, k, v, {}, causal=causal)
+
+
+def test_one_key_above_thousands_leaves_the_others_their_share() -> None:
+    """Their P lie far below a row's largest: they must not all round to 0."""
+    q, k, v, _ = tensors(1, 200, 4000, 2, 2, 64)
+    q, k = q.float(), k.float()
+    q[..., 0] = 4.0
+    k[..., 0] = 0.0
+    k[:, 3] = 0.0
+    k[:, 3, :, 0] = 16.0  # scores 8, the others' mean 0
+    v = v.float() + 1.0
+    v[:, 3] = -1.0
+    q, k, v = (x.to(E4M3) for x in (q, k, v))
+    out, lse = run(q, k, v, {})
+    assert_is_attention(out, lse, q, k, v, {})
+
+
+def test_the_operator_passes_opcheck_and_auto_takes_it() -> None:
+    q, k, v, descales = tensors(1, 70, 90, 4, 2, 64)
+    inputs = (q, k, v, *[None] * 6, *descales.values(), 0.125, 0.0, -1, 0, False, torch.bfloat16)
+    torch.library.opcheck(torch.ops.flashdig.fp8_attention.default, inputs)
+    by_name = run(q, k, v, descales)
+    by_itself = attention(q, k, v, **descales, return_lse=True)
+    assert all(torch.equal(a, b) for a, b in zip(by_name, by_itself, strict=True))
+
+
 def test_repeated_runs_give_the_same_bits() -> None:
     q, k, v, descales = tensors(2, 1000, 1000, 8, 2, 128)
     first = run(q, k, v, descales, causal=True)
