@@ -1,14 +1,23 @@
 """The short way on a GPU: kept plans and handles against the operator, graphs, streams, threads."""
 
-import threading
+import functools
 
 import pytest
 import torch
 
 from flashdig import attention, attention_varlen, kept_calls
-from flashdig.kernels import launch, plans
+from flashdig.kernels import launch
 from tests.attention_cases import build, taking_gradients
 from tests.faults.targets import offsets, packed, poisoned, qkv
+from tests.gpu.kept import (
+    captured,
+    forget,
+    graph_inputs,
+    heard_launches,
+    in_threads,
+    new_values,
+    step,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -20,14 +29,11 @@ def nothing_kept():
     forget()
 
 
-def forget():
-    kept_calls.forget()
-    plans.forget()
-    launch._kernels.clear()
-
-
 def attend(*args, **options):
     return attention(*args, backend="triton", **options)
+
+
+causal_attend = functools.partial(attend, causal=True)
 
 
 def to_gpu(x):
@@ -122,48 +128,26 @@ def test_plans_hold_no_memory() -> None:
 
 
 def test_listeners_of_triton_hear_kept_launches() -> None:
-    from triton import knobs
-
     q, k, v = qkv("cuda", torch.bfloat16, 1, 70, 70, 2, 2, 64, grad=False)
     expected = [attend(q, k, v) for _ in range(2)][1]
-    heard = []
-
-    def listener(metadata):
-        heard.append(metadata.get()["name"])
-
-    knobs.runtime.launch_enter_hook.add(listener)
-    try:
-        assert torch.equal(attend(q, k, v), expected)
-    finally:
-        knobs.runtime.launch_enter_hook.remove(listener)
+    found = []
+    heard = heard_launches(lambda: found.append(attend(q, k, v)))
     assert len(heard) == 1
     assert heard[0].startswith("flashdig_forward")
-    assert torch.equal(attend(q, k, v), expected)
+    found.append(attend(q, k, v))
     assert len(heard) == 1
+    assert all(torch.equal(out, expected) for out in found)
 
 
 def test_a_graph_of_forward_and_backward_replays_with_new_inputs() -> None:
-    inputs = qkv("cuda", torch.bfloat16, 1, 150, 150, 4, 2, 64)
+    inputs = graph_inputs()
     upstream = torch.randn_like(inputs[0])
-
-    def step():
-        out = attend(*inputs, causal=True)
-        return out, *torch.autograd.grad(out, inputs, upstream)
-
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            step()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=side):
-            captured = step()
+    run = functools.partial(step, causal_attend, inputs, upstream)
+    graph, in_graph = captured(run, warmings=2)
     for seed in range(3):
-        news = qkv("cuda", torch.bfloat16, 1, 150, 150, 4, 2, 64, seed=seed, grad=False)
-        with torch.no_grad():
-            for x, new in zip((*inputs, upstream), (*news, news[0].flip(1)), strict=True):
-                x.copy_(new)
+        new_values((*inputs, upstream), seed)
         graph.replay()
-        equal(captured, step())
+        equal(in_graph, run())
 
 
 def test_each_replay_of_a_graph_draws_another_dropout_mask() -> None:
@@ -175,17 +159,11 @@ def test_each_replay_of_a_graph_draws_another_dropout_mask() -> None:
     v = v.expand(1, seqlen, 2, head_dim).contiguous().requires_grad_()
     upstream = torch.randn(1, 160, 2, head_dim, device="cuda", dtype=torch.float16)
 
-    def step():
+    def run():
         out = attend(q, k, v, dropout_p=0.25)
         return out, torch.autograd.grad(out, v, upstream)[0]
 
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            step()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=side):
-            out, dv = step()
+    graph, (out, dv) = captured(run, warmings=2)
     masks = []
     for _ in range(3):
         graph.replay()
@@ -204,32 +182,18 @@ def test_threads_on_streams_of_their_own() -> None:
         for seqlen in (65, 130, 200)
     }
 
-    def step(inputs):
-        out = attend(*inputs, causal=True)
-        return out, *torch.autograd.grad(out, inputs, torch.ones_like(out))
-
-    expected = {seqlen: step(inputs) for seqlen, inputs in calls.items()}
+    expected = {seqlen: step(causal_attend, inputs) for seqlen, inputs in calls.items()}
     torch.cuda.synchronize()
     forget()
-    errors = []
 
     def work(number):
-        try:
-            with torch.cuda.stream(torch.cuda.Stream()):
-                for turn in range(12):
-                    seqlen = list(calls)[(number + turn) % len(calls)]
-                    found = step(calls[seqlen])
-                    torch.cuda.current_stream().synchronize()
-                    equal(found, expected[seqlen])
-        except BaseException as error:
-            errors.append(error)
+        for turn in range(12):
+            seqlen = list(calls)[(number + turn) % len(calls)]
+            found = step(causal_attend, calls[seqlen])
+            torch.cuda.current_stream().synchronize()
+            equal(found, expected[seqlen])
 
-    threads = [threading.Thread(target=work, args=[number]) for number in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors, errors
+    in_threads(work)
 
 
 def test_twenty_lengths_compile_at_most_twice_forward_and_backward() -> None:
@@ -241,10 +205,8 @@ def test_twenty_lengths_compile_at_most_twice_forward_and_backward() -> None:
         inputs = qkv("cuda", torch.bfloat16, 1, seqlen, seqlen, 4, 2, 64)
         upstream = torch.randn_like(inputs[0])
         results = []
-        for call in (lambda *x: attend(*x, causal=True), run):
-            for _ in range(2):
-                out = call(*inputs)
-                results.append((out, *torch.autograd.grad(out, inputs, upstream)))
+        for call in (causal_attend, run):
+            results += [step(call, inputs, upstream) for _ in range(2)]
         for found in results[1:]:
             equal(found, results[0])
     assert 1 <= torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2

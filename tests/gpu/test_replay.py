@@ -1,13 +1,22 @@
 """Kept calls of q, k and v alone on a GPU: launches replayed with kept arguments."""
 
-import threading
+import functools
 
 import pytest
 import torch
 
-from flashdig import attention, kept_calls
+from flashdig import attention
 from flashdig.kernels import plans, replay
 from tests.faults.targets import poisoned, qkv
+from tests.gpu.kept import (
+    captured,
+    forget,
+    graph_inputs,
+    heard_launches,
+    in_threads,
+    new_values,
+    step,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -16,11 +25,9 @@ BACKENDS = ["triton", "hopper"]
 
 @pytest.fixture(autouse=True)
 def nothing_kept():
-    kept_calls.forget()
-    plans.forget()
+    forget()
     yield
-    kept_calls.forget()
-    plans.forget()
+    forget()
 
 
 def needs_hopper(backend):
@@ -33,8 +40,7 @@ def attend(q, k, v, backend, **options):
 
 
 def long_way(q, k, v, backend, **options):
-    kept_calls.forget()
-    plans.forget()
+    forget()
     return attend(q, k, v, backend, **options)
 
 
@@ -75,61 +81,40 @@ def test_calls_at_old_and_new_addresses(backend) -> None:
 def test_a_graph_captured_where_calls_were_replayed(backend) -> None:
     """The graph writes its own memory only, and is right while other calls run beside it."""
     needs_hopper(backend)
-    q, k, v = qkv("cuda", torch.bfloat16, 1, 150, 150, 4, 2, 64, grad=False)
-    side = torch.cuda.Stream()
-    with torch.no_grad(), torch.cuda.stream(side):
-        for _ in range(4):
-            attend(q, k, v, backend)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=side):
-            captured = [attend(q, k, v, backend) for _ in range(3)]
+    inputs = graph_inputs(grad=False)
+    with torch.no_grad():
+        graph, outs = captured(lambda: [attend(*inputs, backend) for _ in range(3)], warmings=4)
     for seed in range(3):
-        news = qkv("cuda", torch.bfloat16, 1, 150, 150, 4, 2, 64, seed=seed, grad=False)
-        for x, new in zip((q, k, v), news, strict=True):
-            x.copy_(new)
+        news = new_values(inputs, seed)
         torch.cuda.synchronize()
         graph.replay()
         beside = [attend(*news, backend) for _ in range(5)]
         torch.cuda.synchronize()
         expected = long_way(*news, backend)
-        for out in (*captured, *beside):
+        for out in (*outs, *beside):
             assert torch.equal(out, expected)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_graph_of_gradients_captured_where_they_were_replayed(backend) -> None:
     needs_hopper(backend)
-    inputs = qkv("cuda", torch.bfloat16, 1, 150, 150, 4, 2, 64)
+    inputs = graph_inputs()
     upstream = torch.randn_like(inputs[0])
-
-    def step():
-        out = attend(*inputs, backend)
-        return out, *torch.autograd.grad(out, inputs, upstream)
-
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        for _ in range(4):
-            step()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=side):
-            captured = step()
+    run = functools.partial(step, lambda *x: attend(*x, backend), inputs, upstream)
+    graph, in_graph = captured(run, warmings=4)
     for seed in range(3):
-        news = qkv("cuda", torch.bfloat16, 1, 150, 150, 4, 2, 64, seed=seed, grad=False)
-        with torch.no_grad():
-            for x, new in zip((*inputs, upstream), (*news, news[0].flip(1)), strict=True):
-                x.copy_(new)
+        new_values((*inputs, upstream), seed)
         torch.cuda.synchronize()
         graph.replay()
-        beside = step()
+        beside = run()
         torch.cuda.synchronize()
-        kept_calls.forget()
-        plans.forget()
-        expected = step()
-        for found in (captured, beside):
+        forget()
+        expected = run()
+        for found in (in_graph, beside):
             for a, b in zip(found, expected, strict=True):
                 torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
         for _ in range(3):
-            step()
+            run()
 
 
 @pytest.mark.parametrize("backend", ["triton", "hopper"])
@@ -161,45 +146,26 @@ def test_threads_replay_on_streams_of_their_own() -> None:
     calls = {n: qkv("cuda", torch.bfloat16, 1, n, n, 2, 2, 64, grad=False) for n in (65, 130, 200)}
     expected = {n: attention(*tensors) for n, tensors in calls.items()}
     torch.cuda.synchronize()
-    errors = []
 
     def work(number):
-        try:
-            with torch.cuda.stream(torch.cuda.Stream()):
-                for turn in range(30):
-                    n = list(calls)[(number + turn) % len(calls)]
-                    out = attention(*calls[n])
-                    torch.cuda.current_stream().synchronize()
-                    assert torch.equal(out, expected[n])
-        except BaseException as error:
-            errors.append(error)
+        for turn in range(30):
+            n = list(calls)[(number + turn) % len(calls)]
+            out = attention(*calls[n])
+            torch.cuda.current_stream().synchronize()
+            assert torch.equal(out, expected[n])
 
-    threads = [threading.Thread(target=work, args=[number]) for number in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors, errors
+    in_threads(work)
 
 
 def test_listeners_hear_replayed_launches() -> None:
-    from triton import knobs
-
     q, k, v = qkv("cuda", torch.bfloat16, 1, 70, 70, 2, 2, 64, grad=False)
     expected = [attend(q, k, v, "triton") for _ in range(4)][3]
-    heard = []
-
-    def listener(metadata):
-        heard.append(metadata.get()["name"])
-
-    knobs.runtime.launch_enter_hook.add(listener)
-    try:
-        assert torch.equal(attend(q, k, v, "triton"), expected)
-    finally:
-        knobs.runtime.launch_enter_hook.remove(listener)
+    found = []
+    heard = heard_launches(lambda: found.append(attend(q, k, v, "triton")))
     assert len(heard) == 1
-    assert torch.equal(attend(q, k, v, "triton"), expected)
+    found.append(attend(q, k, v, "triton"))
     assert len(heard) == 1
+    assert all(torch.equal(out, expected) for out in found)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
