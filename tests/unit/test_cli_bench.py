@@ -52,7 +52,7 @@ def bench(*arguments: str) -> subprocess.CompletedProcess:
     )
 
 
-def test_a_suite_becomes_tables_and_a_record(tiny, tmp_path) -> None:
+def test_a_suite_becomes_tables_and_a_record(command, tiny, tmp_path) -> None:
     record = tmp_path / "results" / "tiny.json"
     done = bench(tiny, "--output", str(record))
     assert done.returncode == 0, done.stderr
@@ -60,8 +60,8 @@ def test_a_suite_becomes_tables_and_a_record(tiny, tmp_path) -> None:
                  "tiled is", "geometric mean of 4 cells", "Recorded in"):  # fmt: skip
         assert part in done.stdout, part
     assert len(read_record(record).rows) == 4 * 2 * 2
-    again = bench(tiny, "--output", str(record), "--cells", "seqlen_q=16,causal=true", "--peers",
-                  "none", "--ours", "tiled,reference")  # fmt: skip
+    part = ("--cells", "seqlen_q=16,causal=true", "--peers", "none", "--ours", "tiled,reference")
+    again = command("bench", tiny, "--output", str(record), *part)
     assert again.returncode == 0, again.stderr
     kept = read_record(record)
     assert len(kept.runs) == 2
@@ -74,8 +74,8 @@ def test_a_suite_becomes_tables_and_a_record(tiny, tmp_path) -> None:
     ]
 
 
-def test_json_alone_is_printed(tiny) -> None:
-    done = bench(tiny, "--json", "--cells", "seqlen 16", "--rounds", "6")
+def test_json_alone_is_printed(command, tiny) -> None:
+    done = command("bench", tiny, "--json", "--cells", "seqlen 16", "--rounds", "6")
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     printed = json.loads(done.stdout)
@@ -88,8 +88,8 @@ def test_json_alone_is_printed(tiny) -> None:
     assert {mean["against"] for mean in printed["means"]} == {"sdpa_math", "best peer"}
 
 
-def test_the_smoke_suite_runs_without_a_gpu() -> None:
-    done = bench("smoke", "--json")
+def test_the_smoke_suite_runs_without_a_gpu(command) -> None:
+    done = command("bench", "smoke", "--json")
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)["rows"]
     ours = [row for row in rows if not row["backend"].startswith("sdpa")]
@@ -208,8 +208,8 @@ def test_an_unexpected_error_keeps_the_rows_too(tiny, tmp_path, monkeypatch) -> 
     assert len(read_record(record).rows) == 4
 
 
-def test_a_time_limit_leaves_cells_out_and_says_so(tiny) -> None:
-    done = bench(tiny, "--time-limit", "0", "--json")
+def test_a_time_limit_leaves_cells_out_and_says_so(command, tiny) -> None:
+    done = command("bench", tiny, "--time-limit", "0", "--json")
     assert done.returncode == 0, done.stderr
     printed = json.loads(done.stdout)
     assert printed["notes"] == ["4 of 4 cells were not measured."]

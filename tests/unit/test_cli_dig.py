@@ -40,7 +40,7 @@ def qkv_file(tmp_path):
     return write
 
 
-def test_a_text_through_every_rung(tmp_path) -> None:
+def test_a_text_through_every_rung(command, tmp_path) -> None:
     record = tmp_path / "results" / "dig.json"
     done = dig("--text", "A real sentence, seen by MiniLM.", "--counters", "--output", str(record))
     assert done.returncode == 0, done.stderr
@@ -67,15 +67,15 @@ def test_a_text_through_every_rung(tmp_path) -> None:
         "sdpa_cudnn": "not run: needs a CUDA device",
     }
     # a second run is appended
-    again = dig("--text", "Again.", "--rungs", "naive", "--output", str(record))
+    again = command("dig", "--text", "Again.", "--rungs", "naive", "--output", str(record))
     assert again.returncode == 0, again.stderr
     assert len(read_record(record).runs) == 2
 
 
-def test_saved_tensors_and_json(qkv_file) -> None:
+def test_saved_tensors_and_json(command, qkv_file) -> None:
     q, k = torch.randn(2, 4, 20, 16), torch.randn(2, 2, 30, 16)
     path = qkv_file(q=q, k=k, v=k.clone())
-    done = dig("--input", path, "--causal", "--rungs", CPU_RUNGS, "--json")
+    done = command("dig", "--input", path, "--causal", "--rungs", CPU_RUNGS, "--json")
     assert done.returncode == 0, done.stderr
     printed = json.loads(done.stdout)
     assert printed["run"]["command"].endswith("--json")
@@ -91,8 +91,8 @@ def qkv_name(path: str) -> str:
     return Path(path).name
 
 
-def test_a_preset_is_cut_for_the_cpu() -> None:
-    done = dig("--preset", "archaeology", "--rungs", "naive,inplace", "--json")
+def test_a_preset_is_cut_for_the_cpu(command) -> None:
+    done = command("dig", "--preset", "archaeology", "--rungs", "naive,inplace", "--json")
     assert done.returncode == 0, done.stderr
     printed = json.loads(done.stdout)
     assert any("Cut for the CPU" in note for note in printed["notes"])
@@ -104,8 +104,8 @@ def test_a_preset_is_cut_for_the_cpu() -> None:
     assert not any("the article measured" in row.get("notes", "") for row in printed["rows"])
 
 
-def test_steps_follow_the_ladder() -> None:
-    done = dig("--steps", "--causal", "--seqlen", "64", "--rungs", "v1,v2", "--json")
+def test_steps_follow_the_ladder(command) -> None:
+    done = command("dig", "--steps", "--causal", "--seqlen", "64", "--rungs", "v1,v2", "--json")
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)["rows"]
     steps = [row for row in rows if row["kind"] == "step"]
@@ -117,11 +117,11 @@ def test_steps_follow_the_ladder() -> None:
     assert by_name["step:causal_skipping"]["counted"] == by_name["v2"]["counted"]
 
 
-def test_walk() -> None:
-    done = dig("--walk")
+def test_walk(command) -> None:
+    done = command("dig", "--walk")
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stdout
-    as_json = dig("--walk", "--json")
+    as_json = command("dig", "--walk", "--json")
     assert json.loads(as_json.stdout)["slips"]
 
 
@@ -158,8 +158,8 @@ def refused(arguments: list[str], code: int, capsys) -> str:
     return capsys.readouterr().err
 
 
-def test_a_head_dim_that_no_exhibit_serves_is_said_in_the_row() -> None:
-    done = dig("--head-dim", "100", "--seqlen", "64", "--rungs", "naive,v2", "--json")
+def test_a_head_dim_that_no_exhibit_serves_is_said_in_the_row(command) -> None:
+    done = command("dig", "--head-dim", "100", "--seqlen", "64", "--rungs", "naive,v2", "--json")
     assert done.returncode == 0, done.stderr
     rows = {row["name"]: row for row in json.loads(done.stdout)["rows"]}
     assert rows["naive"]["gate"] == "ok"

@@ -42,21 +42,23 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_machine_in_words_and_as_json() -> None:
+def test_the_machine_in_words_and_as_json(command) -> None:
     answer = run()
     assert answer.returncode == 0, answer.stderr
     assert re.search(rf"^torch +{re.escape(torch.__version__)}", answer.stdout, re.MULTILINE)
     assert re.search(r"^GPU +none that torch sees", answer.stdout, re.MULTILINE)
     for backend in BACKENDS:
         assert backend.name in answer.stdout
-    found = json.loads(run("--json").stdout)
+    found = json.loads(command("env", "--json").stdout)
     assert found["environment"]["torch"] == str(torch.__version__)
     assert found["environment"]["gpu"] is None
     assert [b["name"] for b in found["backends"]] == [b.name for b in BACKENDS]
 
 
-def test_backends_of_a_problem_with_reasons() -> None:
-    answer = run("--problem", "batch=4,heads=32/8,seqlen=4k,causal,softcap=30", "--device", "sm_75")
+def test_backends_of_a_problem_with_reasons(command) -> None:
+    answer = command(
+        "env", "--problem", "batch=4,heads=32/8,seqlen=4k,causal,softcap=30", "--device", "sm_75"
+    )
     assert answer.returncode == 0, answer.stderr
     assert (
         "batch 4, heads 32/8, seqlen 4096, head_dim 128, bfloat16, causal, softcap=30, "
@@ -118,8 +120,8 @@ def test_wrong_arguments_are_named(arguments, message) -> None:
         env_command.command(**options, as_json=True)
 
 
-def test_a_wrong_argument_ends_with_2_and_one_line() -> None:
-    answer = run("--problem", "seqlen=")
+def test_a_wrong_argument_ends_with_2_and_one_line(command) -> None:
+    answer = command("env", "--problem", "seqlen=")
     assert answer.returncode == 2
     assert answer.stderr == "flashdig: --problem: seqlen needs a value, as seqlen=...\n"
     assert answer.stdout == ""
