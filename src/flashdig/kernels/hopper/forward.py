@@ -102,7 +102,7 @@ def _produce(
     count = 0  # tiles of queries so far
     done = 0  # tiles of keys so far
     while program < tiles:
-        following = next_program(counter_ptr)
+        following = program
         place = place_of(sizes, program, lengths, BLOCK_M)
         if place.start_m < place.seqlen_q * GROUP:
             send(mail, count, place, sizes.PACKED)
@@ -120,13 +120,20 @@ def _produce(
                 load_blocks(
                     q_descs, query_rows, row, q_full.index(buffer), tile_at(q_tiles, buffer)
                 )
-            for step in range(end - first):
+            steps = end - first
+            for step in range(steps):
+                # claimed late: a block that took its next tile while it walks a long one would
+                # keep it from those that have nothing left
+                if step == steps - 1:
+                    following = next_program(counter_ptr)
                 start_n = (end - 1 - step) * BLOCK_N
                 if step > 0:
                     put_blocks(keys, done + step, k_descs, key_rows, start_n)
                 put_blocks(values, done + step, v_descs, key_rows, start_n)
             count += 1
-            done += end - first
+            done += steps
+        else:
+            following = next_program(counter_ptr)
         program = following
     send_end(mail, count, sizes)
     clear_counter(counter_ptr)

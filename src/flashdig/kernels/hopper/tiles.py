@@ -6,7 +6,7 @@ the other pairs were only compared with a few others.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flashdig.kernels.hopper.descriptors import padded
 
@@ -39,29 +39,32 @@ class Tile:
     value_stages: int = 0
 
 
-_TWO_64 = Tile(2, 128, 4, 240, q_buffers=2, own_output=True)
-_THREE_64 = Tile(3, 64, 4, 160, q_buffers=2, own_output=True)
-_TURNS_64 = Tile(3, 64, 4, 160, q_buffers=2, own_output=True, turns=True)
-_TWO_96 = Tile(2, 128, 2, 240, q_buffers=2, own_output=True)
+# 128 keys of a block's 128 rows are seen by both consumers, so none has a walk of its own
+_TWO_64 = Tile(2, 128, 4, 240, q_buffers=2, own_output=True, own_walk=False)
+_TWO_TURNS_64 = Tile(2, 128, 4, 240, q_buffers=2, own_output=True, own_walk=False, turns=True)
+_THREE_64 = Tile(3, 64, 8, 160, q_buffers=2, own_output=True)
+_TURNS_64 = Tile(3, 64, 8, 160, q_buffers=2, own_output=True, turns=True)
+_TWO_96 = Tile(2, 128, 2, 240, own_output=True, own_walk=False)
+_TURNS_96 = Tile(3, 64, 6, 160, own_output=True, turns=True)
 _TWO_128 = Tile(2, 64, 4, 240, q_buffers=2, own_output=True)
 _WIDE_128 = Tile(2, 128, 2, 240, own_output=True)
 _THREE_128 = Tile(3, 64, 4, 160, own_output=True)
 _BOTH_192_128 = Tile(2, 128, 2, 240)
-_BOTH_192 = Tile(2, 64, 3, 240)
-_BOTH_256 = Tile(2, 64, 2, 240)
+_BOTH_192 = Tile(2, 64, 3, 240, turns=True, value_stages=4)
+_BOTH_256 = Tile(2, 64, 2, 240, value_stages=3)
 
 # (head_dim, head_dim_v), padded, and causality -> (query rows from which on, tile), the most rows
 # first; any other pair takes that of its wider one. Tiles of 192 rows share their keys best; where
 # a call may not have three consumers, the next entry is its
 TILES: dict[tuple[int, int], dict[bool, tuple[tuple[int, Tile], ...]]] = {
     (64, 64): {
-        False: ((1536, _TURNS_64), (0, _TWO_64)),
-        True: ((1536, _THREE_64), (0, _TWO_64)),
+        False: ((1536, _TURNS_64), (0, _TWO_TURNS_64)),
+        True: ((768, _THREE_64), (0, _TWO_64)),
     },
-    (96, 96): dict.fromkeys((False, True), ((0, _TWO_96),)),
+    (96, 96): dict.fromkeys((False, True), ((256, _TURNS_96), (0, _TWO_96))),
     (128, 128): {
         False: ((1536, _THREE_128), (1536, _WIDE_128), (256, _THREE_128), (0, _TWO_128)),
-        True: ((1536, _THREE_128), (1536, _WIDE_128), (0, _TWO_128)),
+        True: ((1536, _THREE_128), (1536, _WIDE_128), (768, _THREE_128), (0, _TWO_128)),
     },
     (192, 128): dict.fromkeys((False, True), ((0, _BOTH_192_128),)),
     (192, 192): dict.fromkeys((False, True), ((0, _BOTH_192),)),
@@ -84,7 +87,14 @@ def tile_of(
     """
     widths = padded(head_dim), padded(head_dim_v)
     if widths not in TILES:
-        widths = max(widths), max(widths)
+        wider = (max(widths), max(widths))
+        tile = _tile_of(wider, rows, causal, softcap, alibi)
+        # the output may need memory of its own
+        return replace(tile, value_stages=0)
+    return _tile_of(widths, rows, causal, softcap, alibi)
+
+
+def _tile_of(widths: tuple[int, int], rows: int, causal: bool, softcap: bool, alibi: bool) -> Tile:
     two_only = alibi or (softcap and widths == (64, 64))
     for begin, tile in TILES[widths][causal]:
         if rows >= begin and not (two_only and tile.consumers > 2):
