@@ -32,8 +32,8 @@ PADDED_ROWS = 128
 UNIT = 8
 # width of the tiles -> (rows of a tile, buffers of them, whether the next S^T is started early,
 # whether dQ of a step is made in the next); a narrower head_dim or head_dim_v arrives padded with
-# zeros. Late dQ is faster and not yet held against float64 in every case (decisions)
-TILES = {64: (128, 3, False, False), 128: (64, 3, False, False), 256: (64, 2, False, False)}
+# zeros
+TILES = {64: (128, 3, False, True), 128: (64, 3, False, True), 256: (64, 2, False, False)}
 # the same where dQ is made apart
 DKDV_TILES = {64: (128, 3, False, False), 128: (64, 3, True, False), 256: (64, 2, False, False)}
 # with softcap or ALiBi 128 rows would spill

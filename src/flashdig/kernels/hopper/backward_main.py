@@ -98,6 +98,9 @@ def _walk(
     operand: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
     row_layout: gl.constexpr = gl.SliceLayout(0, s_layout)
     zeros = gl.zeros([KEYS, BLOCK_M], gl.float32, s_layout)
+    # statistics are loaded while products run, and dQ starts before dV is done, where there are
+    # registers for it
+    EARLY: gl.constexpr = BLOCK_M == 64 and not AHEAD
     stages = shared.rows
     for tile in range(begin, stop):
         step = step_of_tile_0 + tile
@@ -113,10 +116,13 @@ def _walk(
             products_started = warpgroup_mma(
                 k, q.permute((1, 0)), zeros, use_acc=False, is_async=True
             )
+        if EARLY:
+            lse = stages.lse.index(stage).load(row_layout)
         dprobs_started = warpgroup_mma(v, dout.permute((1, 0)), zeros, use_acc=False, is_async=True)
         if not AHEAD:
             products = warpgroup_mma_wait(1, deps=(products_started,))
-        lse = stages.lse.index(stage).load(row_layout)
+        if not EARLY:
+            lse = stages.lse.index(stage).load(row_layout)
         keys, rows = places(products, tile * BLOCK_M, start_n + CONSUMER * KEYS, True)
         scores, slope = scores_of(products, problem, keys, rows)
         if MASKED:
@@ -125,9 +131,12 @@ def _walk(
         p = gl.convert_layout(probs.to(dtype), operand)
         if problem.SOFTCAP:
             probs = probs * slope
+        if EARLY:
+            delta = stages.delta.index(stage).load(row_layout)
         dv_started = warpgroup_mma(p, dout, dv, is_async=True)
         dprobs = warpgroup_mma_wait(1, deps=(dprobs_started,))
-        delta = stages.delta.index(stage).load(row_layout)
+        if not EARLY:
+            delta = stages.delta.index(stage).load(row_layout)
         dscores = probs * (dprobs - delta[None, :])
         ds_half = dscores.to(dtype)
         ds = gl.convert_layout(ds_half, operand)
@@ -142,7 +151,8 @@ def _walk(
                 arrive_at(WRITTEN + 2 * CONSUMER + parity)
             else:
                 meet_at(MEETING)
-            dv, _ = warpgroup_mma_wait(0, deps=(dv_started, p))
+            if not EARLY:
+                dv, _ = warpgroup_mma_wait(0, deps=(dv_started, p))
             if AHEAD:
                 stage_next = wait_for_rows(stages, gl.minimum(step + 1, last_step))
                 q_next = stages.queries.index(stage_next).permute((1, 0))
@@ -151,6 +161,8 @@ def _walk(
                 parity = parity ^ 1
                 meet_at(WRITTEN + 2 * (1 - CONSUMER) + parity)
             dq_started = _start_dq(shared, shared.k.index(none), parity, CONSUMER)
+            if EARLY:
+                dv, _ = warpgroup_mma_wait(1, deps=(dv_started, p))
             dk_started = warpgroup_mma(ds, q, dk, is_async=True)
             if not AHEAD:
                 dq = warpgroup_mma_wait(1, deps=(dq_started,))

@@ -1,8 +1,8 @@
 """What the warps of the Hopper backward hand to each other, and the producer. Device code.
 
-Full buffers are told by mbarriers, which count the bytes that TMA writes. That a buffer is read, or
-written by the other warpgroup, is told at hardware barriers: an arrival there costs one instruction
-a warp, where Triton gathers a warpgroup before it arrives at an mbarrier.
+Between producer and consumers mbarriers tell what is loaded and what is free again. Between the two
+consumers hardware barriers do: an arrival there costs one instruction a warp, where Triton gathers
+a warpgroup before it arrives at an mbarrier.
 """
 
 from flashdig.kernels.gluon_api import aggregate, gl, gluon, load_tile, mbarrier
@@ -11,8 +11,7 @@ from flashdig.kernels.hopper.backward_scores import row_tiles
 from flashdig.kernels.hopper.problem import Problem
 from flashdig.kernels.hopper.rows import Rows, load_rows
 
-# Hardware barriers; Triton takes 0 to 3. A stage's is FREED + stage
-FREED = gl.constexpr(4)
+# Hardware barriers; Triton takes 0 to 3
 MEETING = gl.constexpr(7)
 # of dS that is handed over late: + 2 * consumer + parity of the step
 WRITTEN = gl.constexpr(8)
@@ -29,15 +28,17 @@ class Stages:
     lse: gl.shared_memory_descriptor
     delta: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
     STAGES: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, queries, grads, lse, delta, full, STAGES):
+    def __init__(self, queries, grads, lse, delta, full, empty, STAGES):
         self.queries = queries
         self.grads = grads
         self.lse = lse
         self.delta = delta
         self.full = full
+        self.empty = empty
         self.STAGES = gl.constexpr(STAGES)
 
 
@@ -96,8 +97,10 @@ def new_shared(
     mbarrier.init(kv_full, count=1)
     mbarrier.init(kv_empty, count=2)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=2)
     mail_full = gl.allocate_shared_memory(gl.int64, [SENT_AHEAD, 1], barrier)
     mail_empty = gl.allocate_shared_memory(gl.int64, [SENT_AHEAD, 1], barrier)
     for slot in gl.static_range(SENT_AHEAD):
@@ -109,6 +112,7 @@ def new_shared(
         gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], statistics),
         gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], statistics),
         full,
+        empty,
         STAGES,
     )
     return Shared(
@@ -164,29 +168,7 @@ def wait_for_rows(rows, step):
 @gluon.jit
 def free_rows(rows, step):
     """Consumer: the rows of a step are read; once a step."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    gl.inline_asm_elementwise(
-        "bar.arrive $1, 288; mov.b32 $0, $1;",
-        "=r,r",
-        [gl.full([128], 0, gl.int32, layout) + (FREED + step % rows.STAGES)],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
-def _wait_until_free(rows, step):
-    """Producer, one warp: until both consumers have freed what stands where a step's rows go."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    gl.inline_asm_elementwise(
-        "bar.sync $1, 288; mov.b32 $0, $1;",
-        "=r,r",
-        [gl.full([32], 0, gl.int32, layout) + (FREED + step % rows.STAGES)],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    mbarrier.arrive(rows.empty.index(step % rows.STAGES), count=1)
 
 
 @gluon.jit
@@ -196,6 +178,14 @@ def _send(shared, count, number):
     mbarrier.wait(shared.mail_empty.index(slot), ((count // SENT_AHEAD) & 1) ^ 1)
     shared.mail.index(slot).store(gl.full([1], 0, gl.int32, layout) + number)
     mbarrier.arrive(shared.mail_full.index(slot), count=1)
+
+
+@gluon.jit
+def _claim(shared, count, counter_ptr):
+    """The tile of keys after number `count` of this block, told to the consumers too."""
+    following = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1)
+    _send(shared, count, following)
+    return following
 
 
 @gluon.jit
@@ -216,8 +206,7 @@ def _put_rows(
     rows, step, q_desc, dout_desc, lse_desc, delta_desc, query_rows, row, statistics_row
 ):  # fmt: skip
     stage = step % rows.STAGES
-    if step >= rows.STAGES:
-        _wait_until_free(rows, step)
+    mbarrier.wait(rows.empty.index(stage), ((step // rows.STAGES) & 1) ^ 1)
     full = rows.full.index(stage)
     mbarrier.expect(full, 2 * (q_desc.block_type.nbytes + lse_desc.block_type.nbytes))
     load_tile(lse_desc, [statistics_row], full, rows.lse.index(stage))
@@ -239,9 +228,6 @@ def produce(
     done = tile * 0  # tiles of rows so far
     while tile < grid.tiles:
         following = tile + gl.num_programs(0)
-        if shared.COUNTED:
-            following = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1)
-            _send(shared, count, following)
         batch, head_kv, start_n, first_q, seqlen_q, first_k, seqlen_k, offset, padded_row = (
             columns_of_tile(
                 grid, problem, cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr, tile, BLOCK_N
@@ -256,6 +242,7 @@ def produce(
             mbarrier.expect(full, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
             load_rows(k_desc, key_rows, start_n, 0, full, shared.k.index(0))
             load_rows(v_desc, key_rows, start_n, 0, full, shared.v.index(0))
+            last = done + grid.group_size * (end - first) - 1
             for member in range(grid.group_size):
                 head = head_kv * grid.group_size + member
                 query_rows = Rows(batch, head, first_q, seqlen_q, grid.PACKED, 1)
@@ -263,17 +250,20 @@ def produce(
                 statistics = padded_start(grid, batch, head, padded_row).to(gl.int32)
                 for row_tile in range(first, end):
                     row = row_tile * BLOCK_M
+                    if shared.COUNTED:  # noqa: SIM102 - decided when compiling
+                        # as late as possible: a claimed tile waits until this one is done
+                        if done == last:
+                            following = _claim(shared, count, counter_ptr)
                     _put_rows(
                         shared.rows, done, q_desc, dout_desc, lse_desc, delta_desc, query_rows,
                         row, statistics + row,
                     )  # fmt: skip
                     done += 1
             walks += 1
+        elif shared.COUNTED:
+            following = _claim(shared, count, counter_ptr)
         count += 1
         tile = following
-    # leave no arrival behind
-    for step in range(gl.maximum(done - shared.rows.STAGES, 0), done):
-        _wait_until_free(shared.rows, step)
 
 
 @gluon.jit

@@ -85,24 +85,22 @@ def _walk_for_dv(
         probs_tiles.index(parity).store(rounded)
         fence_async_shared()
         arrive_at(P_WRITTEN + parity)
-        dout = shared.rows.grads.index(stage)
-        dv_started = warpgroup_mma(p, dout, dv, is_async=True)
         if WITH_DQ:
-            # dS of the step before
+            # dQ of the step before; added up while dV is made
             if step > 0:
                 meet_at(DS_WRITTEN + parity)
             ds = shared.dscores.index(parity).permute((1, 0))
             k_columns = k.slice(0, HALF, 1)
             dq_started = warpgroup_mma(ds, k_columns, zeros_q, use_acc=False, is_async=True)
-            dv, _ = warpgroup_mma_wait(1, deps=(dv_started, p))
-            free_rows(shared.rows, step)
-            dq = warpgroup_mma_wait(0, deps=(dq_started,))
+        dout = shared.rows.grads.index(stage)
+        dv_started = warpgroup_mma(p, dout, dv, is_async=True)
+        if WITH_DQ:
+            dq = warpgroup_mma_wait(1, deps=(dq_started,))
             arrive_at(DS_READ + parity)
             add_registers(dq_before, dq)
             dq_before = dq_ptr + 2 * tile * (ROWS * HALF)
-        else:
-            dv, _ = warpgroup_mma_wait(0, deps=(dv_started, p))
-            free_rows(shared.rows, step)
+        dv, _ = warpgroup_mma_wait(0, deps=(dv_started, p))
+        free_rows(shared.rows, step)
     return dv, dq_before
 
 
