@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 # tokens are bytes; this one, which no source holds, ends a file
 END_OF_FILE = 0
 SEED = 0
-LEARNING_RATE = 3e-4
+LEARNING_RATE = 1e-4
 # of normal weights, as GPT-2's; those that write into the residual stream are smaller with depth
 WEIGHT_STD = 0.02
 
