@@ -8,14 +8,14 @@ from collections.abc import Iterable
 from pathlib import Path
 
 DATA = Path(__file__).parent / "data" / "traces"
-RECORDED = sorted(path.name.removesuffix(".json.gz") for path in DATA.glob("*.json.gz"))
+RECORDED = sorted(path.name.partition(".")[0] for path in DATA.glob("*.json.?z"))
 
 Event = dict[str, object]
 
 
 def recorded(name: str) -> str:
     """Path of a recording from a real H200; the larger ones are kept with xz."""
-    suffix = "xz" if name.startswith("models/") else "gz"
+    suffix = "xz" if name.startswith("model") else "gz"
     return str(DATA / f"{name}.json.{suffix}")
 
 

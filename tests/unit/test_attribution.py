@@ -29,8 +29,8 @@ from flashdig.readers.model import (
     Trace,
 )
 from flashdig.readers.trace import read_kineto
+from tests.trace_files import recorded
 
-DATA = Path(__file__).parent.parent / "data" / "traces"
 BFLOAT16 = "bfloat16"
 ARTICLE = Sizes(4, 16, 16, 2048, 2048, 64, 64, BFLOAT16)
 BERT = Sizes(2, 8, 8, 512, 512, 64, 64, BFLOAT16)
@@ -72,7 +72,7 @@ EXPECTED = {
 
 @lru_cache
 def recording(name: str) -> Trace:
-    return read_kineto(str(DATA / f"{name}.json.gz"))
+    return read_kineto(recorded(name))
 
 
 @lru_cache
@@ -389,7 +389,7 @@ JUNK = st.sampled_from(
 @settings(max_examples=60, deadline=None)
 def test_damaged_arguments_never_give_a_traceback(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(["attn_naive", "attn_train_flex", "attn_train_sdpa_flash"]))
-    document = json.loads(gzip.decompress((DATA / f"{name}.json.gz").read_bytes()))
+    document = json.loads(gzip.decompress(Path(recorded(name)).read_bytes()))
     operators = [e for e in document["traceEvents"] if e.get("cat") == "cpu_op"]
     for event in data.draw(st.lists(st.sampled_from(operators), max_size=20)):
         key = data.draw(st.sampled_from(sorted(event["args"])))
