@@ -27,7 +27,6 @@ UNSPECIALIZED = [
     "slots",
     "splits",
     "wanted",
-    "most",
     "left",
     "right",
     "score_factor",

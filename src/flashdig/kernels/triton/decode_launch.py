@@ -18,8 +18,9 @@ from flashdig.kernels.triton.decode_arguments import CacheCall, as_bytes
 from flashdig.kernels.triton.decode_choose import (
     CROWD,
     INVARIANT_SPLIT,
-    LONG_BYTES,
-    MAX_RAGGED_BATCH,
+    JOINED_ROWS,
+    LONG_KEYS,
+    MAX_PLANNED_SLOTS,
     MAX_SPLITS,
     PART_BYTES,
     PIECES,
@@ -30,11 +31,8 @@ from flashdig.kernels.triton.decode_choose import (
     choose_decode_tile,
     choose_splits,
 )
-from flashdig.kernels.triton.decode_ragged import (
-    flashdig_combine_ragged,
-    flashdig_decode_ragged,
-    flashdig_plan_pieces,
-)
+from flashdig.kernels.triton.decode_plan import COUNTERS, SLOT_FIELDS, flashdig_plan_pieces
+from flashdig.kernels.triton.decode_ragged import flashdig_combine_ragged, flashdig_decode_ragged
 from flashdig.kernels.triton.slack import clearing
 
 # multiprocessors in the interpreter, and for tensors without memory
@@ -158,9 +156,9 @@ def schedule_of(
     """The schedule of `cache_attention`'s arguments."""
     if tile is None:
         tile = _tile(call, arch or architecture_of(call.q.device), batch_invariant)
-    if ragged is None:
-        ragged = num_splits == 0 and not batch_invariant and _may_be_ragged(call, tile)
     splits = _splits(call, tile, num_splits, batch_invariant)
+    if ragged is None:
+        ragged = num_splits == 0 and not batch_invariant and _may_be_ragged(call, tile, splits)
     return Schedule(tile, splits, INVARIANT_SPLIT if batch_invariant else 0, ragged)
 
 
@@ -178,7 +176,6 @@ def _tile(call: CacheCall, arch: str, batch_invariant: bool) -> DecodeTile:
         batch_invariant=batch_invariant,
     )
     tiles = call.slots(block_m) * call.num_heads_kv
-    room = call.batch * call.capacity * call.num_heads_kv * sum(head_dims) * call.k.element_size()
     return choose_decode_tile(
         arch,
         element_bytes,
@@ -187,7 +184,7 @@ def _tile(call: CacheCall, arch: str, batch_invariant: bool) -> DecodeTile:
         *sizes,
         paged=call.page_table is not None,
         crowded=tiles >= CROWD * multiprocessors(call.q.device, INTERPRETED),
-        long=room >= LONG_BYTES,
+        long=call.capacity >= LONG_KEYS,
         batch_invariant=batch_invariant,
     )
 
@@ -241,11 +238,11 @@ class CachePlan:
         read = (table, *lengths, batch_idx, cu_q, used_q, *rest)
         sinks = rest[1]
         arguments = {
-            "plan": (plan, *lengths),
+            "plan": (plan, *lengths, cu_q, used_q),
             "even": (q, k, v, out, lse, part, part_lse, *read),
             "ragged": (q, k, v, out, lse, part, part_lse, plan, *read),
             "join": (part, part_lse, out, lse, sinks, cu_q, used_q),
-            "join ragged": (part, part_lse, out, lse, sinks, plan),
+            "join ragged": (part, part_lse, out, lse, sinks, plan, cu_q, used_q),
         }
         steps: Steps = []
         if self._clear_slack is not None:
@@ -303,33 +300,53 @@ def _even_launches(call: CacheCall, schedule: Schedule) -> tuple[Launches, int, 
     return launches, at_once * rows, 0
 
 
-def _may_be_ragged(call: CacheCall, tile: DecodeTile) -> bool:
-    """Several sequences with lengths of their own, each in one tile of rows."""
-    rows = call.seqlen_q * call.group_size
-    several = 1 < call.batch <= MAX_RAGGED_BATCH
-    return several and not call.packed and rows <= tile.block_m and call.cache_seqlens is not None
+def _may_be_ragged(call: CacheCall, tile: DecodeTile, splits: int) -> bool:
+    """Several sequences whose lengths the device knows, not too many for a plan and its parts."""
+    several = call.batch > 1 and call.slots(tile.block_m) <= MAX_PLANNED_SLOTS
+    known = call.cache_seqlens is not None or call.cu_seqlens_k is not None
+    rows = _most_pieces(call, tile, splits) * call.num_heads_kv * tile.block_m
+    return several and known and 4 * rows * block_of(call.v.shape[-1]) <= PART_BYTES
+
+
+def _most_pieces(call: CacheCall, tile: DecodeTile, splits: int) -> int:
+    """How many pieces a plan may have for each KV head: the last of the keys may be cut four times
+    as fine as the others, see `flashdig_plan_pieces`."""
+    slots = call.slots(tile.block_m)
+    return max(slots * splits, 2 * _wanted(call) // call.num_heads_kv + 2 * slots)
+
+
+def _wanted(call: CacheCall) -> int:
+    return PIECES * multiprocessors(call.q.device, INTERPRETED)
 
 
 def _ragged_launches(call: CacheCall, schedule: Schedule) -> tuple[Launches, int, int]:
     """As `_even_launches`."""
     tile = schedule.tile
-    heads = call.num_heads_kv
-    wanted = PIECES * multiprocessors(call.q.device, INTERPRETED) * tile.resident
-    # see `flashdig_plan_pieces`: a quarter of the keys may be cut four times as fine
-    pieces = max(call.batch * schedule.splits, 2 * wanted // heads + 2 * call.batch)
+    heads, slots = call.num_heads_kv, call.slots(tile.block_m)
+    pieces = _most_pieces(call, tile, schedule.splits)
+    programs = check_grid(pieces * heads)
+    # where a program holds much of a multiprocessor, those without a piece would cost time; wider
+    # heads leave no registers for it
+    loop = tile.resident <= 2 and max(call.q.shape[-1], call.v.shape[-1]) <= 256
+    if loop:
+        held = tile.resident * multiprocessors(call.q.device, INTERPRETED)
+        programs = min(programs, held)
     numbers = call.numbers(_fp8_hardware(call.q.device))
+
+    def of_problem(*names: str) -> dict[str, Any]:
+        return {name: numbers[name] for name in names}
+
     sizes = ("batch", "num_heads_kv", "seqlen_q", "seqlen_new", "capacity", "left", "right")
-    constants = ("GROUP", "TOP_LEFT", "LEFT", "RIGHT")
     plan = Launch(
         flashdig_plan_pieces,
-        call.batch,
+        slots,
         {
-            **{name: numbers[name] for name in (*sizes, *constants)},
+            **of_problem(*sizes, "GROUP", "PACKED", "TOP_LEFT", "LEFT", "RIGHT"),
+            "slots": slots,
             "splits": schedule.splits,
-            "wanted": wanted,
-            "most": pieces,
+            "wanted": _wanted(call),
             "TAPER": TAPER,
-            "BLOCK_B": max(128, triton.next_power_of_2(call.batch)),
+            "BLOCK_S": max(128, triton.next_power_of_2(slots)),
             "BLOCK_M": tile.block_m,
             "BLOCK_N": tile.block_n,
         },
@@ -337,25 +354,43 @@ def _ragged_launches(call: CacheCall, schedule: Schedule) -> tuple[Launches, int
     )
     attend = Launch(
         flashdig_decode_ragged,
-        check_grid(pieces * heads),
+        programs,
         {
             **numbers,
+            "slots": slots,
             "SPLIT": True,
+            "ONE_PHASE": tile.block_m < 64,
+            "LOOP": loop,
             "BLOCK_M": tile.block_m,
             "BLOCK_N": tile.block_n,
             "NUM_STAGES": tile.num_stages,
         },
         num_warps=tile.num_warps,
+        # left alone, ptxas takes more than several blocks can have
+        **({"maxnreg": tile.registers} if tile.resident > 2 else {}),
     )
-    joined = ("batch", "num_heads_kv", "seqlen_q", "HEAD_DIM_V", "BLOCK_DV", "GROUP", "SINKS")
+    rows = tile.block_m
+    if not call.packed:
+        rows = min(rows, triton.next_power_of_2(call.seqlen_q * call.group_size))
+    at_once = min(rows, JOINED_ROWS, max(1, 1024 // numbers["BLOCK_DV"]))
+    constants = ("HEAD_DIM_V", "BLOCK_DV", "GROUP", "PACKED", "SINKS")
     join = Launch(
         flashdig_combine_ragged,
-        check_grid(call.batch * call.num_heads * call.seqlen_q),
-        {**{name: numbers[name] for name in joined}, "BLOCK_M": tile.block_m},
+        check_grid(slots * heads * rows // at_once),
+        {
+            **of_problem("num_heads_kv", "seqlen_q", *constants),
+            "ROWS": at_once,
+            "TILE_ROWS": rows,
+            "BLOCK_M": tile.block_m,
+        },
         num_warps=4,
     )
     launches: Launches = [("plan", plan), ("ragged", attend), ("join ragged", join)]
-    return launches, pieces * heads * tile.block_m, 2 * call.batch + pieces
+    return (
+        launches,
+        pieces * heads * tile.block_m,
+        SLOT_FIELDS.value * slots + COUNTERS.value + pieces,
+    )
 
 
 def _without_keys(call: CacheCall, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

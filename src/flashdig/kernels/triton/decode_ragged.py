@@ -1,129 +1,19 @@
-"""Attention over a cache for sequences of different lengths, without knowing them on the host.
-
-For sequences whose queries fit one tile of rows: decoding. The lengths live on the device, so the
-device decides, in a small kernel of its own: where they are about equal each sequence is cut as
-`decode` would cut it; else the keys of all are cut into pieces of about one size, so that a long
-sequence holds no multiprocessor when the others are done. The grid has a program for every piece
-that there can be; those beyond the last end at once.
-"""
+"""Attention over a cache for sequences of different lengths, in the pieces of a plan, and the
+joining of its parts. `decode_plan` makes the plan."""
 
 import triton
 import triton.language as tl
 
 from flashdig.kernels.triton.combine import join_parts, store_rows, with_sink
 from flashdig.kernels.triton.decode_arguments import UNSPECIALIZED, combine_name, decode_name
+from flashdig.kernels.triton.decode_plan import COUNTERS, SLOT_FIELDS, keys_of_tile
 from flashdig.kernels.triton.decode_rows import attend_rows
-from flashdig.kernels.triton.paged import key_extent, seen_by_tile
+from flashdig.kernels.triton.sequences import sequence_span
 
 
 @triton.jit
-def _keys_of(
-    seqlens_ptr,
-    cu_k_ptr,
-    cu_new_ptr,
-    leftpad_ptr,
-    sequence,
-    seqlen_q,
-    seqlen_new,
-    capacity,
-    left,
-    right,
-    GROUP: tl.constexpr,
-    TOP_LEFT: tl.constexpr,
-    LEFT: tl.constexpr,
-    RIGHT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """(key_begin, key_end, offset, tiles) of one sequence or a vector of them; at least one tile,
-    so that a sequence without keys has a piece, which writes its rows."""
-    first, length_k = key_extent(
-        seqlens_ptr, cu_k_ptr, cu_new_ptr, leftpad_ptr, sequence, seqlen_new, capacity
-    )
-    offset = length_k - seqlen_q
-    if TOP_LEFT:
-        offset = first
-    key_begin, key_end = seen_by_tile(
-        0, seqlen_q, first, length_k, offset, left, right, GROUP, BLOCK_M, LEFT, RIGHT
-    )
-    tiles = tl.cdiv(key_end - key_begin // BLOCK_N * BLOCK_N, BLOCK_N)
-    tiles = tl.where(key_end > key_begin, tl.maximum(tiles, 1), 1)
-    return key_begin, key_end, offset, tiles
-
-
-@triton.jit(do_not_specialize=UNSPECIALIZED)
-def flashdig_plan_pieces(
-    plan_ptr,
-    seqlens_ptr,
-    cu_k_ptr,
-    cu_new_ptr,
-    leftpad_ptr,
-    batch,
-    num_heads_kv,
-    seqlen_q,
-    seqlen_new,
-    capacity,
-    splits,
-    wanted,
-    most,
-    left,
-    right,
-    GROUP: tl.constexpr,
-    TOP_LEFT: tl.constexpr,
-    LEFT: tl.constexpr,
-    RIGHT: tl.constexpr,
-    TAPER: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """Write the plan, int32: each sequence's first piece, its number of pieces, and the sequence of
-    each of `most` pieces, -1 behind the last. A program writes one sequence's part."""
-    sequence = tl.program_id(0)
-    offs_b = tl.arange(0, BLOCK_B)
-    _begin, _end, _offset, tiles = _keys_of(
-        seqlens_ptr,
-        cu_k_ptr,
-        cu_new_ptr,
-        leftpad_ptr,
-        tl.minimum(offs_b, batch - 1),
-        seqlen_q,
-        seqlen_new,
-        capacity,
-        left,
-        right,
-        GROUP,
-        TOP_LEFT,
-        LEFT,
-        RIGHT,
-        BLOCK_M,
-        BLOCK_N,
-    )
-    tiles = tl.where(offs_b < batch, tiles, 0)
-    before = tl.cumsum(tiles.to(tl.int64), 0) - tiles
-    total = tl.sum(tiles.to(tl.int64), 0)
-    # at most a quarter longer than the mean
-    even = tl.max(tiles, 0).to(tl.int64) * batch * 4 <= total * 5
-    piece = tl.maximum(tl.cdiv(total * num_heads_kv, wanted), 1).to(tl.int32)
-    if TAPER:  # the last ones are short, so that all end at about one time
-        half = tl.where(before * 2 >= total, tl.cdiv(piece, 2), piece)
-        piece = tl.where(before * 5 >= total * 4, tl.cdiv(piece, 4), half)
-    pieces = tl.where(even, tl.minimum(splits, tiles), tl.cdiv(tiles, piece))
-    pieces = tl.where(offs_b < batch, pieces, 0)
-    own = tl.sum(tl.where(offs_b == sequence, pieces, 0), 0)
-    first = tl.sum(tl.where(offs_b < sequence, pieces, 0), 0)
-    tl.store(plan_ptr + sequence, first)
-    tl.store(plan_ptr + batch + sequence, own)
-    owner_ptr = plan_ptr + 2 * batch
-    for start in tl.range(first, first + own, BLOCK_B):
-        tl.store(owner_ptr + start + offs_b, sequence, mask=start + offs_b < first + own)
-    if sequence == batch - 1:
-        for start in tl.range(first + own, most, BLOCK_B):
-            tl.store(owner_ptr + start + offs_b, -1, mask=start + offs_b < most)
-
-
-@triton.jit(repr=decode_name("flashdig_decode_ragged"), do_not_specialize=UNSPECIALIZED)
-def flashdig_decode_ragged(
+def _attend_piece(
+    unit,
     q_ptr,
     k_ptr,
     v_ptr,
@@ -162,6 +52,7 @@ def flashdig_decode_ragged(
     seqlen_new,
     capacity,
     cache_rows,
+    slots,
     left,
     right,
     score_factor,
@@ -186,25 +77,32 @@ def flashdig_decode_ragged(
     SINKS: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
     SPLIT: tl.constexpr,
+    ONE_PHASE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
+    """Attention of one KV head over one piece of the keys."""
     # the heads of a key lie side by side in memory: programs that read them start together
-    head_kv = tl.program_id(0) % num_heads_kv
-    piece = tl.program_id(0) // num_heads_kv
-    sequence = tl.load(plan_ptr + 2 * batch + piece)
-    if sequence < 0:
-        return
-    first_piece = tl.load(plan_ptr + sequence)
-    own = tl.load(plan_ptr + batch + sequence)
-    key_begin, key_end, offset, tiles = _keys_of(
+    head_kv = unit % num_heads_kv
+    piece = unit // num_heads_kv
+    slot = tl.load(plan_ptr + slots * SLOT_FIELDS + COUNTERS + piece)
+    first_piece = tl.load(plan_ptr + slot * SLOT_FIELDS)
+    own = tl.load(plan_ptr + slot * SLOT_FIELDS + 1)
+    sequence = tl.load(plan_ptr + slot * SLOT_FIELDS + 2)
+    start_row = tl.load(plan_ptr + slot * SLOT_FIELDS + 3)
+    first_q = 0
+    length_q = seqlen_q
+    if PACKED:
+        first_q, length_q = sequence_span(cu_q_ptr, used_q_ptr, sequence, seqlen_q)
+    key_begin, key_end, offset, tiles = keys_of_tile(
         seqlens_ptr,
         cu_k_ptr,
         cu_new_ptr,
         leftpad_ptr,
         sequence,
-        seqlen_q,
+        start_row,
+        length_q,
         seqlen_new,
         capacity,
         left,
@@ -220,15 +118,7 @@ def flashdig_decode_ragged(
     begin = (key_begin // BLOCK_N + (piece - first_piece) * share) * BLOCK_N
     end = tl.minimum(begin + share * BLOCK_N, key_end)
     rows = tl.arange(0, BLOCK_M)
-    part_rows = tl.program_id(0).to(tl.int64) * BLOCK_M + rows
-    if begin >= end:  # noqa: SIM102
-        if own > 1:
-            tl.store(part_lse_ptr + part_rows, tl.full([BLOCK_M], float("-inf"), tl.float32))
-            return
-    ONE_PHASE: tl.constexpr = True
-    start_row = 0
-    first_q = 0
-    length_q = seqlen_q
+    part_rows = unit.to(tl.int64) * BLOCK_M + rows
     out, lse = attend_rows(
         q_ptr,
         k_ptr,
@@ -288,9 +178,9 @@ def flashdig_decode_ragged(
         BLOCK_N,
         NUM_STAGES,
     )
-    token = rows // GROUP
-    row_inside = token < seqlen_q
-    head = head_kv * GROUP + rows % GROUP
+    token = (start_row + rows) // GROUP
+    row_inside = token < length_q
+    head = head_kv * GROUP + (start_row + rows) % GROUP
     if own > 1:
         offs_dv = tl.arange(0, BLOCK_DV)
         tl.store(part_lse_ptr + part_rows, lse)
@@ -318,6 +208,227 @@ def flashdig_decode_ragged(
         )
 
 
+@triton.jit(repr=decode_name("flashdig_decode_ragged"), do_not_specialize=UNSPECIALIZED)
+def flashdig_decode_ragged(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    lse_ptr,
+    part_ptr,
+    part_lse_ptr,
+    plan_ptr,
+    table_ptr,
+    seqlens_ptr,
+    cu_k_ptr,
+    cu_new_ptr,
+    leftpad_ptr,
+    batch_idx_ptr,
+    cu_q_ptr,
+    used_q_ptr,
+    slopes_ptr,
+    sinks_ptr,
+    q_descale_ptr,
+    k_descale_ptr,
+    v_descale_ptr,
+    stride_qb,
+    stride_qm,
+    stride_qh,
+    stride_kb,
+    stride_kn,
+    stride_kh,
+    stride_vb,
+    stride_vn,
+    stride_vh,
+    stride_table,
+    stride_slopes_b,
+    batch,
+    num_heads_kv,
+    seqlen_q,
+    seqlen_new,
+    capacity,
+    cache_rows,
+    slots,
+    left,
+    right,
+    score_factor,
+    softcap_units,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    TAIL_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    GROUP: tl.constexpr,
+    UNIT: tl.constexpr,
+    PACKED: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    FP8: tl.constexpr,
+    Q_FP8: tl.constexpr,
+    TOP_LEFT: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr,
+    NATURAL: tl.constexpr,
+    SINKS: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+    SPLIT: tl.constexpr,
+    ONE_PHASE: tl.constexpr,
+    LOOP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    """A program takes one piece, or (LOOP) one after another while any is left."""
+    counters_ptr = plan_ptr + slots * SLOT_FIELDS
+    units = tl.load(counters_ptr) * num_heads_kv
+    unit = tl.program_id(0)
+    if LOOP:
+        while unit < units:
+            _attend_piece(
+                unit,
+                q_ptr,
+                k_ptr,
+                v_ptr,
+                out_ptr,
+                lse_ptr,
+                part_ptr,
+                part_lse_ptr,
+                plan_ptr,
+                table_ptr,
+                seqlens_ptr,
+                cu_k_ptr,
+                cu_new_ptr,
+                leftpad_ptr,
+                batch_idx_ptr,
+                cu_q_ptr,
+                used_q_ptr,
+                slopes_ptr,
+                sinks_ptr,
+                q_descale_ptr,
+                k_descale_ptr,
+                v_descale_ptr,
+                stride_qb,
+                stride_qm,
+                stride_qh,
+                stride_kb,
+                stride_kn,
+                stride_kh,
+                stride_vb,
+                stride_vn,
+                stride_vh,
+                stride_table,
+                stride_slopes_b,
+                batch,
+                num_heads_kv,
+                seqlen_q,
+                seqlen_new,
+                capacity,
+                cache_rows,
+                slots,
+                left,
+                right,
+                score_factor,
+                softcap_units,
+                HEAD_DIM,
+                HEAD_DIM_V,
+                BLOCK_D,
+                TAIL_D,
+                BLOCK_DV,
+                GROUP,
+                UNIT,
+                PACKED,
+                PAGE_SIZE,
+                FP8,
+                Q_FP8,
+                TOP_LEFT,
+                LEFT,
+                RIGHT,
+                SOFTCAP,
+                ALIBI,
+                NATURAL,
+                SINKS,
+                INPUT_PRECISION,
+                SPLIT,
+                ONE_PHASE,
+                BLOCK_M,
+                BLOCK_N,
+                NUM_STAGES,
+            )
+            unit = tl.num_programs(0) + tl.atomic_add(counters_ptr + 1, 1, sem="relaxed")
+    elif unit < units:
+        _attend_piece(
+            unit,
+            q_ptr,
+            k_ptr,
+            v_ptr,
+            out_ptr,
+            lse_ptr,
+            part_ptr,
+            part_lse_ptr,
+            plan_ptr,
+            table_ptr,
+            seqlens_ptr,
+            cu_k_ptr,
+            cu_new_ptr,
+            leftpad_ptr,
+            batch_idx_ptr,
+            cu_q_ptr,
+            used_q_ptr,
+            slopes_ptr,
+            sinks_ptr,
+            q_descale_ptr,
+            k_descale_ptr,
+            v_descale_ptr,
+            stride_qb,
+            stride_qm,
+            stride_qh,
+            stride_kb,
+            stride_kn,
+            stride_kh,
+            stride_vb,
+            stride_vn,
+            stride_vh,
+            stride_table,
+            stride_slopes_b,
+            batch,
+            num_heads_kv,
+            seqlen_q,
+            seqlen_new,
+            capacity,
+            cache_rows,
+            slots,
+            left,
+            right,
+            score_factor,
+            softcap_units,
+            HEAD_DIM,
+            HEAD_DIM_V,
+            BLOCK_D,
+            TAIL_D,
+            BLOCK_DV,
+            GROUP,
+            UNIT,
+            PACKED,
+            PAGE_SIZE,
+            FP8,
+            Q_FP8,
+            TOP_LEFT,
+            LEFT,
+            RIGHT,
+            SOFTCAP,
+            ALIBI,
+            NATURAL,
+            SINKS,
+            INPUT_PRECISION,
+            SPLIT,
+            ONE_PHASE,
+            BLOCK_M,
+            BLOCK_N,
+            NUM_STAGES,
+        )
+
+
 @triton.jit(repr=combine_name, do_not_specialize=UNSPECIALIZED)
 def flashdig_combine_ragged(
     part_ptr,
@@ -326,42 +437,60 @@ def flashdig_combine_ragged(
     lse_ptr,
     sinks_ptr,
     plan_ptr,
-    batch,
+    cu_q_ptr,
+    used_q_ptr,
     num_heads_kv,
     seqlen_q,
     HEAD_DIM_V: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     GROUP: tl.constexpr,
+    PACKED: tl.constexpr,
     SINKS: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """Join the parts of one row of one (sequence, KV head) pair that lies in several pieces."""
-    row = tl.program_id(0) % (seqlen_q * GROUP)
-    head_kv = tl.program_id(0) // (seqlen_q * GROUP) % num_heads_kv
-    sequence = tl.program_id(0) // (seqlen_q * GROUP) // num_heads_kv
-    own = tl.load(plan_ptr + batch + sequence)
-    if own == 1:
+    """Join the parts of ROWS rows of one slot and KV head whose keys lie in several pieces. At most
+    TILE_ROWS of a tile's rows are queries."""
+    STEPS: tl.constexpr = TILE_ROWS // ROWS
+    rows = tl.program_id(0) % STEPS * ROWS + tl.arange(0, ROWS)
+    head_kv = tl.program_id(0) // STEPS % num_heads_kv
+    fields_ptr = plan_ptr + tl.program_id(0) // STEPS // num_heads_kv * SLOT_FIELDS
+    own = tl.load(fields_ptr + 1)
+    if own <= 1:
         return
-    first = tl.load(plan_ptr + sequence).to(tl.int64) * num_heads_kv + head_kv
+    sequence = tl.load(fields_ptr + 2)
+    row = tl.load(fields_ptr + 3) + rows
+    first_q = 0
+    length_q = seqlen_q
+    if PACKED:
+        first_q, length_q = sequence_span(cu_q_ptr, used_q_ptr, sequence, seqlen_q)
+    token = row // GROUP
+    row_inside = token < length_q
+    if tl.max(row_inside.to(tl.int32), 0) == 0:
+        return
+    first = (tl.load(fields_ptr).to(tl.int64) * num_heads_kv + head_kv) * BLOCK_M + rows
     between = num_heads_kv.to(tl.int64) * BLOCK_M
-    first = first * BLOCK_M + row
-    out, lse = join_parts(part_ptr, part_lse_ptr, first, between, own, HEAD_DIM_V, BLOCK_DV)
-    heads = head_kv * GROUP + row % GROUP + tl.zeros([1], tl.int32)
+    out, lse = join_parts(
+        part_ptr, part_lse_ptr, first, between, own, row_inside, HEAD_DIM_V, BLOCK_DV, ROWS
+    )
+    heads = head_kv * GROUP + row % GROUP
     if SINKS:
-        out, lse = with_sink(out, lse, tl.load(sinks_ptr + heads).to(tl.float32))
+        sink = tl.load(sinks_ptr + heads, mask=row_inside, other=0.0).to(tl.float32)
+        out, lse = with_sink(out, lse, sink)
     store_rows(
         out,
         lse,
         out_ptr,
         lse_ptr,
         sequence,
-        0,
-        row // GROUP + tl.zeros([1], tl.int32),
+        first_q,
+        token,
         heads,
-        heads >= 0,
+        row_inside,
         seqlen_q,
         num_heads_kv * GROUP,
         HEAD_DIM_V,
         BLOCK_DV,
-        False,
+        PACKED,
     )
