@@ -16,12 +16,14 @@ def test_the_tiles_that_were_measured() -> None:
     few, many = choose_decode_tile(*LLAMA), choose_decode_tile(*LLAMA, crowded=True)
     assert (few.block_m, few.block_n, few.num_warps, few.num_stages) == (16, 128, 4, 3)
     assert (many.block_m, many.block_n, many.num_warps, many.num_stages) == (16, 64, 4, 2)
+    assert (many.resident, many.registers) == (4, 128)
     # the page table's loads take two stages more
-    assert choose_decode_tile(*LLAMA, paged=True).num_stages == 5
-    long = choose_decode_tile(*LLAMA, paged=True, long=True)
-    assert (long.block_n, long.num_stages) == (64, 5)
-    assert long.resident >= 2
-    assert choose_decode_tile(*LLAMA, paged=True, crowded=True).num_stages == 4
+    paged = choose_decode_tile(*LLAMA, paged=True)
+    assert (paged.block_n, paged.num_stages, paged.resident) == (64, 5, 2)
+    many = choose_decode_tile(*LLAMA, paged=True, crowded=True)
+    assert (many.num_stages, many.resident, many.registers) == (4, 4, 128)
+    long = choose_decode_tile(*LLAMA, paged=True, crowded=True, long=True)
+    assert (long.num_stages, long.resident, long.registers) == (5, 3, 168)
 
 
 @pytest.mark.parametrize("arch", SHARED_BYTES)

@@ -66,33 +66,36 @@ def join_parts(
     first,
     between,
     count,
+    row_inside,
     HEAD_DIM_V: tl.constexpr,
     BLOCK_DV: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
-    """(out [1, BLOCK_DV], lse [1]) of one row: its parts are rows first, first + between, ..."""
-    AT_ONCE: tl.constexpr = max(8, min(32, HELD // BLOCK_DV))
+    """(out [ROWS, BLOCK_DV], lse [ROWS]): a row's parts are rows first [ROWS], first + between, ..
+    of what the programs left."""
+    AT_ONCE: tl.constexpr = max(4, min(32, HELD // (BLOCK_DV * ROWS)))
     offs_s = tl.arange(0, AT_ONCE)
     offs_dv = tl.arange(0, BLOCK_DV)
-    largest = tl.full([1], float("-inf"), tl.float32)
-    total = tl.zeros([1], tl.float32)
-    out = tl.zeros([1, BLOCK_DV], tl.float32)
+    largest = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    out = tl.zeros([ROWS, BLOCK_DV], tl.float32)
     for s in tl.range(0, count, AT_ONCE):
-        rows = first + (s + offs_s) * between
-        inside = s + offs_s < count
-        lses = tl.load(part_lse_ptr + rows, mask=inside, other=float("-inf"))
+        places = first[:, None] + (s + offs_s)[None, :] * between
+        inside = row_inside[:, None] & (s + offs_s < count)[None, :]
+        lses = tl.load(part_lse_ptr + places, mask=inside, other=float("-inf"))
         parts = tl.load(
-            part_ptr + rows[:, None] * BLOCK_DV + offs_dv[None, :],
-            mask=inside[:, None] & (offs_dv < HEAD_DIM_V)[None, :],
+            part_ptr + places[:, :, None] * BLOCK_DV + offs_dv[None, None, :],
+            mask=inside[:, :, None] & (offs_dv < HEAD_DIM_V)[None, None, :],
             other=0.0,
         )
         # nobody wrote a part without keys; NaN counts: it must show
-        parts = tl.where((lses != float("-inf"))[:, None], parts, 0.0)
-        new_largest = tl.maximum(largest, tl.max(lses, 0))
+        parts = tl.where((lses != float("-inf"))[:, :, None], parts, 0.0)
+        new_largest = tl.maximum(largest, tl.max(lses, 1))
         shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
-        weights = tl.exp2((lses - shift) * LOG2_E)
+        weights = tl.exp2((lses - shift[:, None]) * LOG2_E)
         rescale = tl.exp2((largest - shift) * LOG2_E)
-        total = total * rescale + tl.sum(weights, 0)
-        out = out * rescale[:, None] + tl.sum(parts * weights[:, None], 0)[None, :]
+        total = total * rescale + tl.sum(weights, 1)
+        out = out * rescale[:, None] + tl.sum(parts * weights[:, :, None], 1)
         largest = new_largest
     total = tl.where(total == 0.0, 1.0, total)
     return out / total[:, None], largest + tl.log2(total) * LN_2
@@ -130,10 +133,13 @@ def flashdig_combine(
     row = start_row + row_of_tile
     if row >= length_q * GROUP:
         return
-    first = (slot.to(tl.int64) * num_heads_kv + head_kv) * BLOCK_M + row_of_tile
+    only = tl.zeros([1], tl.int32)
+    first = (slot.to(tl.int64) * num_heads_kv + head_kv) * BLOCK_M + row_of_tile + only
     between = slots.to(tl.int64) * num_heads_kv * BLOCK_M
-    out, lse = join_parts(part_ptr, part_lse_ptr, first, between, splits, HEAD_DIM_V, BLOCK_DV)
-    heads = head_kv * GROUP + row % GROUP + tl.zeros([1], tl.int32)
+    out, lse = join_parts(
+        part_ptr, part_lse_ptr, first, between, splits, only == 0, HEAD_DIM_V, BLOCK_DV, 1
+    )
+    heads = head_kv * GROUP + row % GROUP + only
     if SINKS:
         out, lse = with_sink(out, lse, tl.load(sinks_ptr + heads).to(tl.float32))
     store_rows(
@@ -143,7 +149,7 @@ def flashdig_combine(
         lse_ptr,
         sequence,
         first_q,
-        row // GROUP + tl.zeros([1], tl.int32),
+        row // GROUP + only,
         heads,
         heads >= 0,
         seqlen_q,

@@ -23,12 +23,14 @@ INVARIANT_SPLIT = 512
 MAX_SPLITS = 256
 # tiles of rows for each multiprocessor from which on programs share them
 CROWD = 2
-# bytes of keys and values from which on pages are read by two programs a multiprocessor
-LONG_BYTES = 100 * 10**6
-# every program sums the lengths of all sequences
-MAX_RAGGED_BATCH = 1024
-# pieces for each program that fits the chip, where lengths differ
-PIECES = 2
+# keys that a sequence has room for from which on lengths are taken to differ much
+LONG_KEYS = 16 * 1024
+# tiles of rows that a plan is made for: each of its programs looks at all of them
+MAX_PLANNED_SLOTS = 1024
+# rows whose parts a program joins at most, where lengths differ
+JOINED_ROWS = 8
+# pieces for each multiprocessor, where lengths differ
+PIECES = 8
 # whether the last pieces are shorter than the first
 TAPER = True
 # bytes that the parts of one launch may take
@@ -43,7 +45,7 @@ class DecodeTile:
         block_m: rows, (query token, head of the group) pairs.
         block_n: keys.
         num_warps, num_stages: of the block, and tiles in flight.
-        resident: blocks that a multiprocessor holds at once, as far as shared memory decides.
+        resident: blocks that a multiprocessor holds at once.
     """
 
     block_m: int
@@ -51,6 +53,11 @@ class DecodeTile:
     num_warps: int
     num_stages: int
     resident: int = 1
+
+    @property
+    def registers(self) -> int:
+        """Of a thread, at most, for that many blocks."""
+        return min(255, 65536 // (32 * self.num_warps * self.resident) // 8 * 8)
 
 
 @functools.cache
@@ -70,8 +77,9 @@ def choose_decode_tile(
 ) -> DecodeTile:
     """The tile for a cache.
 
-    Few programs get a multiprocessor each and keep 128 KB of keys on their way; where programs are
-    many, small ones share it. Measured on an H200 for head_dim 128 in bfloat16.
+    Few programs get a multiprocessor each and keep 128 KB of keys on their way (through pages two
+    programs hide more than one); where programs are many, small ones share it. Measured on an H200
+    for head_dim 128 in bfloat16.
 
     Args:
         arch: a key of `SHARED_BYTES`.
@@ -79,7 +87,7 @@ def choose_decode_tile(
         rows: query tokens times heads of a group, of the longest sequence.
         paged: keys are found through a page table, whose loads take two stages.
         crowded: there are at least `CROWD` tiles of rows for each multiprocessor.
-        long: the caches have room for `LONG_BYTES` or more.
+        long: a sequence has room for `LONG_KEYS` or more.
         batch_invariant: the tile must not depend on how many tokens or sequences come together.
 
     Raises ValueError for an unknown `arch`.
@@ -95,8 +103,7 @@ def choose_decode_tile(
     converted = width * element_bytes if cache_bytes != element_bytes else 0
     crowded, long = crowded and not batch_invariant, long and not batch_invariant
     small = crowded or block_m >= 64
-    # with pages, two programs of smaller tiles hide more than one of large ones
-    two = paged and long and not small
+    two = paged and not small and not batch_invariant
     stage_limit = (32 if small or two else 64) * 1024
     if max(head_dim, head_dim_v) > 256 and shared > 160 * 1024:
         stage_limit = 72 * 1024  # 32 keys of latent attention
@@ -111,11 +118,16 @@ def choose_decode_tile(
     stage = block_n * row_bytes
     buffers = max(2, min(4, (64 if two else 128) * 1024 // stage))
     if small:
-        buffers = 2 if block_m >= 64 else 1
+        # fewer but longer programs suffer less where keys come in pieces
+        buffers = 2 if block_m >= 64 or (paged and long) else 1
     buffers = max(1, min(buffers, (shared - fixed) // stage))
-    resident = max(1, min(5, shared // (fixed + buffers * stage + 4096)))
-    many_registers = block_m >= 32 and max(head_dim, head_dim_v) > 128
-    warps = 8 if many_registers or (converted and block_n == 128) else 4
+    widest = max(head_dim, head_dim_v)
+    warps = 8 if (block_m >= 32 and widest > 128) or (converted and block_n == 128) else 4
+    # what registers allow
+    most = 1 if warps == 8 else 2
+    if warps == 4 and block_m == 16 and widest <= 128 and element_bytes == cache_bytes == 2:
+        most = 2 if two else 4
+    resident = max(1, min(most, shared // (fixed + buffers * stage + 4096)))
     return DecodeTile(block_m, block_n, warps, buffers + 1 + 2 * int(paged), resident)
 
 
