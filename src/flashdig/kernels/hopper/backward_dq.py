@@ -51,9 +51,22 @@ def _produce(
 
 
 @gluon.jit
+def _start_scores(q, q_tile, k, zeros):
+    """S of a tile of keys, begun. `q` is Q, or in registers its left half: at head_dim 256 both
+    operands of S and of dP would be more than shared memory gives."""
+    COLUMNS: gl.constexpr = q.shape[1]
+    left = k.slice(0, COLUMNS, 1).permute((1, 0))
+    started = warpgroup_mma(q, left, zeros, use_acc=False, is_async=True)
+    if q_tile.shape[1] > COLUMNS:
+        right = k.slice(COLUMNS, COLUMNS, 1).permute((1, 0))
+        started = warpgroup_mma(q_tile.slice(COLUMNS, COLUMNS, 1), right, started, is_async=True)
+    return started
+
+
+@gluon.jit
 def _walk(
-    state, q, dout, lse, delta, key_ring, value_ring, problem, start_m, first, begin, stop,
-    last_step, MASKED: gl.constexpr,
+    state, q, q_smem, dout_smem, lse, delta, key_ring, value_ring, problem, start_m, first, begin,
+    stop, last_step, CONSUMER: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Key tiles begin..stop; S of the first is in `state`, as is that of the next at the end."""
     dq, products = state
@@ -64,6 +77,10 @@ def _walk(
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)
     for tile in range(begin, stop):
         step = tile - first
+        # CONSUMER, but not to LLVM, which would keep the descriptors in registers
+        consumer = CONSUMER + (tile >> 30)
+        q_tile = q_smem.index(consumer)
+        dout = dout_smem.index(consumer)
         v = take(value_ring, step).permute((1, 0))
         dprobs_started = warpgroup_mma(dout, v, zeros, use_acc=False, is_async=True)
         keys, rows = places(products, start_m, tile * BLOCK_N, False)
@@ -76,8 +93,8 @@ def _walk(
         dprobs = warpgroup_mma_wait(0, deps=(dprobs_started,))
         release(value_ring, step)
         ds = gl.convert_layout((probs * (dprobs - delta[:, None])).to(dtype), operand)
-        k_next = take(key_ring, gl.minimum(step + 1, last_step)).permute((1, 0))
-        products_started = warpgroup_mma(q, k_next, zeros, use_acc=False, is_async=True)
+        k_next = take(key_ring, gl.minimum(step + 1, last_step))
+        products_started = _start_scores(q, q_tile, k_next, zeros)
         k = key_ring.tiles.index(step % key_ring.STAGES)
         dq_started = warpgroup_mma(ds, k, dq, is_async=True)
         products, dq, _ = warpgroup_mma_wait(0, deps=(products_started, dq_started, ds))
@@ -101,33 +118,34 @@ def _consume(
     delta = gl.load(delta_ptr + rows)
     dq = gl.zeros([ROWS, HEAD_DIM], gl.float32, d_layout)
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)
-    q = q_smem.index(CONSUMER)
-    dout = dout_smem.index(CONSUMER)
+    q_tile = q_smem.index(CONSUMER)
 
     mbarrier.wait(rows_full.index(CONSUMER), 0)
-    k = take(key_ring, 0).permute((1, 0))
-    products_started = warpgroup_mma(q, k, zeros, use_acc=False, is_async=True)
+    q = q_tile
+    if HEAD_DIM == 256:
+        q = q_tile.slice(0, HEAD_DIM // 2, 1).load(gl.DotOperandLayout(0, s_layout, 2))
+    products_started = _start_scores(q, q_tile, take(key_ring, 0), zeros)
     products = warpgroup_mma_wait(0, deps=(products_started,))
     last_step = end - first - 1
     # keys cut on the window's left side, whole ones, keys cut by the diagonal or the end
     if problem.LEFT:
         dq, products = _walk(
-            (dq, products), q, dout, lse, delta, key_ring, value_ring, problem, start_m, first,
-            first, full_first, last_step, True,
+            (dq, products), q, q_smem, dout_smem, lse, delta, key_ring, value_ring, problem,
+            start_m, first, first, full_first, last_step, CONSUMER, True,
         )  # fmt: skip
     dq, products = _walk(
-        (dq, products), q, dout, lse, delta, key_ring, value_ring, problem, start_m, first,
-        full_first, full_end, last_step, False,
+        (dq, products), q, q_smem, dout_smem, lse, delta, key_ring, value_ring, problem, start_m,
+        first, full_first, full_end, last_step, CONSUMER, False,
     )  # fmt: skip
     dq, products = _walk(
-        (dq, products), q, dout, lse, delta, key_ring, value_ring, problem, start_m, first,
-        full_end, end, last_step, True,
+        (dq, products), q, q_smem, dout_smem, lse, delta, key_ring, value_ring, problem, start_m,
+        first, full_end, end, last_step, CONSUMER, True,
     )  # fmt: skip
 
     # through Q's buffer, which nothing reads any more; rows past seqlen_q are not written
-    q.store((dq * softmax_scale).to(q.dtype))
+    q_tile.store((dq * softmax_scale).to(q_tile.dtype))
     fence_async_shared()
-    store_rows(dq_desc, query_rows, start_m, 0, q)
+    store_rows(dq_desc, query_rows, start_m, 0, q_tile)
     wait_for_tile_stores(0)
 
 
