@@ -59,6 +59,16 @@ def test_rows_may_stand_in_a_record() -> None:
     assert decode.call_of("sdpa_flash", inputs()) == "no lengths"
 
 
+def test_a_table_names_the_fastest() -> None:
+    rows = [
+        {**decode._row(decode.CELLS[0], "dense", inputs(), name), "ms": ms, "tb_per_s": 1.5}
+        for name, ms in (("chosen", 0.0175), ("even parts", 0.01), ("fa3", 0.021))
+    ]
+    assert decode.table_of(rows).splitlines()[-1] == (
+        "| 1x8k, dense | **17.5 (1.50)** |  | 21.0 (1.50) |  |"
+    )
+
+
 def test_the_eager_clock_waits_for_the_device_within_the_surroundings() -> None:
     events: list[str] = []
 

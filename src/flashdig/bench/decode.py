@@ -342,6 +342,35 @@ def line_of(rows: Sequence[Mapping[str, Any]]) -> str:
     return line
 
 
+def table_of(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The rows of one run as a table in Markdown: microseconds, TB/s in brackets; the fastest of a
+    line is bold."""
+    columns = {
+        "flashdig": "triton",
+        "cuDNN": "sdpa_cudnn",
+        "FlashAttention-3": "fa3",
+        "FlashAttention-2": "sdpa_flash",
+    }
+    lines: dict[tuple[str, str], dict[str, Mapping[str, Any]]] = {}
+    for row in rows:
+        features = row["features"]
+        if "ms" in row and features.get("schedule", "chosen") == "chosen":
+            lines.setdefault((features["cell"], features["cache"]), {})[row["backend"]] = row
+    text = [
+        f"| batch x keys, cache | {' | '.join(columns)} |",
+        "| --- " * (len(columns) + 1) + "|",
+    ]
+    for (cell, cache), found in lines.items():
+        best = min(row["ms"] for row in found.values())
+        words = []
+        for backend in columns.values():
+            row = found.get(backend, {})
+            word = f"{1e3 * row['ms']:.1f} ({row['tb_per_s']:.2f})" if row else ""
+            words.append(f"**{word}**" if row and row["ms"] == best else word)
+        text.append(f"| {cell}, {cache} | {' | '.join(words)} |")
+    return "\n".join(text)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the cells; 0 when every output of ours is right, else 1."""
     parser = argparse.ArgumentParser(prog="python -m flashdig.bench.decode")
