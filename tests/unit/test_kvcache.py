@@ -2,12 +2,16 @@
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from flashdig import attention, attention_with_kvcache
+from flashdig.costs.flops import forward_flops
 from flashdig.facades import flash_attn, flash_attn_3
 from flashdig.kernels.cache_plain import rotate
+from flashdig.problem import AttentionProblem, Mask
 
 BATCH, HEADS, HEADS_KV, DIM, SIZE = 2, 4, 2, 16, 12
+CACHES = ("k_cache", "v_cache")
 
 
 def randn(*shape, seed=0):
@@ -254,3 +258,30 @@ def test_bad_arguments_are_refused_by_name(change, message, monkeypatch) -> None
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises((ValueError, TypeError), match=message):
         attention_with_kvcache(**given(**change))
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("new", [0, 3])
+def test_flop_are_those_of_the_keys_that_are_there(new, paged) -> None:
+    arguments = given(new=new, cache_leftpad=integers(1, 0), causal=True)
+    if paged:
+        caches = (arguments[name].reshape(BATCH * 3, 4, HEADS_KV, DIM) for name in CACHES)
+        arguments |= dict(zip(CACHES, caches, strict=True))
+        arguments["page_table"] = torch.arange(6, dtype=torch.int32).view(BATCH, 3)
+    with FlopCounterMode(display=False) as counter:
+        attention_with_kvcache(**arguments)
+    problems = [
+        AttentionProblem(
+            batch=1,
+            num_heads=HEADS,
+            num_heads_kv=HEADS_KV,
+            seqlen_q=3,
+            seqlen_k=keys + new,
+            head_dim=DIM,
+            head_dim_v=DIM,
+            dtype="float32",
+            mask=Mask(None, 0),
+        )
+        for keys in (4, 8)
+    ]
+    assert counter.get_total_flops() == sum(map(forward_flops, problems))

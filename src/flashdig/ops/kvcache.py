@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from flashdig.kernels.plans import Plan, plan_of
+from flashdig.ops import flops
 
 TENSORS = 21
 _SCHEMA = (
@@ -186,6 +187,7 @@ def _register() -> None:
         _library.impl(name, _run, "CompositeExplicitAutograd")
         _library.impl(name, with_autograd, "Autograd")
         torch.library.register_fake(f"flashdig::{name}", _fake, lib=_library)
+    flops.register_cache(NAMES)
 
 
 _register()
