@@ -48,12 +48,14 @@ from flashdig.kernels.hopper.forward import (
 from flashdig.kernels.hopper.fp8_columns import (
     as_operand,
     finished_output,
+    joined,
     new_output,
     new_value_ring,
     put_values,
     rounded,
     start_output,
 )
+from flashdig.kernels.hopper.fp8_softmax import online_softmax
 from flashdig.kernels.hopper.problem import Terms, final_scores, key_tiles, masked
 from flashdig.kernels.hopper.rows import Rows
 from flashdig.kernels.hopper.schedule import (
@@ -70,10 +72,8 @@ from flashdig.kernels.hopper.schedule import (
 from flashdig.kernels.hopper.softmax import thread_sums
 from flashdig.kernels.triton.sequences import first_slot
 
-# P of a row's maximum is 2^(8 - GROWTH) with a maximum that is kept until it is passed by 2^GROWTH,
-# so that P is at most 2^8, and 2^8 without
-LARGEST = gl.constexpr(8)
-GROWTH = gl.constexpr(4)
+# what `rounded` multiplies P with
+P_FACTOR = gl.constexpr(2.0**8)
 
 
 @gluon.jit
@@ -107,25 +107,6 @@ def _terms_of(terms, factor, ALIBI: gl.constexpr):
 
 
 @gluon.jit
-def _online_softmax(
-    scores, row_max, row_sums, factor, GUARD: gl.constexpr, LAZY: gl.constexpr
-):  # fmt: skip
-    """`softmax.online_softmax` with P and its sums times 2^SHIFT."""
-    SHIFT: gl.constexpr = LARGEST - GROWTH if LAZY else LARGEST
-    new_max = gl.maximum(row_max, gl.max(scores, 1) * factor)
-    if LAZY:
-        new_max = gl.where(new_max <= row_max + GROWTH, row_max, new_max)
-    shift = new_max
-    if GUARD:
-        shift = gl.where(new_max == float("-inf"), 0.0, new_max)
-    probs = gl.exp2(scores * factor - (shift - SHIFT)[:, None])
-    rescale = gl.exp2(row_max - shift)
-    sums = thread_sums(probs)
-    sums_rescale = gl.convert_layout(rescale, gl.SliceLayout(1, sums.type.layout))
-    return probs, rescale, new_max, row_sums * sums_rescale[:, None] + sums
-
-
-@gluon.jit
 def _produce(
     q_descs, k_descs, v_descs, q_tiles, q_full, q_empty, keys, values, mail, sizes, terms,
     lengths, counter_ptr, tiles, CONSUMERS: gl.constexpr, VALUE_SLOT: gl.constexpr,
@@ -138,7 +119,7 @@ def _produce(
     count = 0  # tiles of queries so far
     done = 0  # tiles of keys so far
     while program < tiles:
-        following = next_program(counter_ptr)
+        following = program
         place = place_of(sizes, program, lengths, BLOCK_M)
         if place.start_m < place.seqlen_q * GROUP:
             send(mail, count, place, sizes.PACKED)
@@ -161,14 +142,20 @@ def _produce(
                 load_blocks(
                     q_descs, query_rows, row, q_full.index(buffer), tile_at(q_tiles, buffer)
                 )
-            for step in range(end - first):
+            steps = end - first
+            for step in range(steps):
+                # late, so that no tile waits for a block that still walks a long one
+                if step == steps - 1:
+                    following = next_program(counter_ptr)
                 start_n = (end - 1 - step) * BLOCK_N
                 put_blocks(keys, done + step, k_descs, key_rows, start_n)
                 put_values(
                     values, done + step, v_descs, value_batch, head_kv, first_value + start_n
                 )
             count += 1
-            done += end - first
+            done += steps
+        else:
+            following = next_program(counter_ptr)
         program = following
     send_end(mail, count, sizes)
     clear_counter(counter_ptr)
@@ -177,7 +164,7 @@ def _produce(
 @gluon.jit
 def _walk(
     state, q_tiles, buffer, keys, values, zeros, problem, rows, done, begin, stop, end,
-    MASKED: gl.constexpr, LAZY: gl.constexpr,
+    MASKED: gl.constexpr, EVERY: gl.constexpr,
 ):  # fmt: skip
     """Steps begin..stop of the walk; step i meets key tile end - 1 - i. P V lags one step."""
     out, row_max, row_sums, p = state
@@ -197,14 +184,14 @@ def _walk(
         scores = final_scores(scores, problem, rows, start_n)
         if MASKED:
             scores = masked(scores, problem, rows, start_n)
-        probs, rescale, row_max, row_sums = _online_softmax(
-            scores, row_max, row_sums, problem.exp_factor, MASKED, LAZY
+        probs, rescale, row_max, row_sums = online_softmax(
+            scores, row_max, row_sums, problem.exp_factor, MASKED, EVERY
         )
+        pairs = rounded(probs, out[0])
         out = finished_output(out_started)
         release_blocks(values, done + step - 1)
-        # not before: ptxas runs products one after the other whose operands are written meanwhile
-        p = rounded(probs, out[0])
-        out = scaled_if_needed(out, rescale) if LAZY else scaled(out, rescale)
+        p = joined(pairs)
+        out = scaled_if_needed(out, rescale)
     return out, row_max, row_sums, p
 
 
@@ -217,8 +204,7 @@ def _consume(
     Q_BUFFERS: gl.constexpr = q_tiles[0].shape[0] // CONSUMERS
     AHEAD: gl.constexpr = Q_BUFFERS > 1
     GROUP: gl.constexpr = sizes.GROUP
-    LAZY: gl.constexpr = terms.LAZY
-    SHIFT: gl.constexpr = LARGEST - GROWTH if LAZY else LARGEST
+    EVERY: gl.constexpr = terms.LAZY
     BLOCK_M: gl.constexpr = ROWS * CONSUMERS
     BLOCK_N: gl.constexpr = keys.tiles[0].shape[1]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
@@ -259,11 +245,11 @@ def _consume(
         start_n = (end - 1) * BLOCK_N
         scores = masked(final_scores(scores, problem, rows, start_n), problem, rows, start_n)
         no_max = gl.full([ROWS], float("-inf"), gl.float32, s_rows)
-        probs, _, row_max, row_sums = _online_softmax(
-            scores, no_max, thread_sums(zeros), problem.exp_factor, True, LAZY
+        probs, _, row_max, row_sums = online_softmax(
+            scores, no_max, thread_sums(zeros), problem.exp_factor, True, 0
         )
         out = new_output(values.tiles)
-        p = rounded(probs, out[0])
+        p = joined(rounded(probs, out[0]))
 
         # masked tiles on the right, whole ones, masked ones on the left; step 0 is done
         right_stop = gl.maximum(end - full_end, 1)
@@ -272,16 +258,16 @@ def _consume(
         if problem.RIGHT:
             out, row_max, row_sums, p = _walk(
                 (out, row_max, row_sums, p), q_tiles, buffer, keys, values, zeros, problem, rows,
-                done, 1, right_stop, end, True, LAZY,
+                done, 1, right_stop, end, True, EVERY,
             )  # fmt: skip
         out, row_max, row_sums, p = _walk(
             (out, row_max, row_sums, p), q_tiles, buffer, keys, values, zeros, problem, rows,
-            done, right_stop, full_stop, end, False, LAZY,
+            done, right_stop, full_stop, end, False, EVERY,
         )  # fmt: skip
         if problem.LEFT:
             out, row_max, row_sums, p = _walk(
                 (out, row_max, row_sums, p), q_tiles, buffer, keys, values, zeros, problem, rows,
-                done, full_stop, steps, end, True, LAZY,
+                done, full_stop, steps, end, True, EVERY,
             )  # fmt: skip
         mbarrier.arrive(q_empty.index(buffer), count=1)
 
@@ -294,9 +280,8 @@ def _consume(
                 Q_BUFFERS,
             )  # fmt: skip
         factor = _statistics(
-            row_max, row_sums * (2.0 ** (-SHIFT)), rows, tile_rows, place, sizes, terms, lse_ptr,
-            sinks_ptr,
-        ) * (v_descale * (2.0 ** (-SHIFT)))  # fmt: skip
+            row_max, row_sums, rows, tile_rows, place, sizes, terms, lse_ptr, sinks_ptr
+        ) * (v_descale / P_FACTOR)
         out = finished_output(out_started, len(q_tiles) if AHEAD else 0)
         release_blocks(values, done + steps - 1)
         out = scaled(out, factor)
@@ -393,7 +378,7 @@ def flashdig_hopper_fp8_forward(
     STAGES: gl.constexpr,
     REGISTERS: gl.constexpr,
     Q_BUFFERS: gl.constexpr,
-    LAZY: gl.constexpr,
+    EVERY: gl.constexpr,
     PACKED: gl.constexpr,
     GROUP: gl.constexpr,
     TOP_LEFT: gl.constexpr,
@@ -421,7 +406,7 @@ def flashdig_hopper_fp8_forward(
         batch_size, num_heads, seqlen_q, seqlen_k, heads_together, left, right,
         PACKED, GROUP, TOP_LEFT, LEFT, RIGHT,
     )  # fmt: skip
-    terms = Terms(score_factor, exp_factor, softcap, group_size, stride_slopes_b, SOFTCAP, LAZY)
+    terms = Terms(score_factor, exp_factor, softcap, group_size, stride_slopes_b, SOFTCAP, EVERY)
 
     # the tuples stand inside the calls: bound to a name, their constants would become tensors
     # fmt: off

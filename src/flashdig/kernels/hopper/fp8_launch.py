@@ -9,7 +9,7 @@ import torch
 from flashdig.kernels.hopper.chip import multiprocessors
 from flashdig.kernels.hopper.counters import counter_for
 from flashdig.kernels.hopper.descriptors import taken_by_tma, tiles_of, values_by_column
-from flashdig.kernels.hopper.forward_launch import ROWS, _numbers, _rows, _tiles, worth_grouping
+from flashdig.kernels.hopper.forward_launch import ROWS, _numbers, _tiles, worth_grouping
 from flashdig.kernels.hopper.fp8_forward import flashdig_hopper_fp8_forward
 from flashdig.kernels.hopper.fp8_tiles import Fp8Tile, tile_of
 from flashdig.kernels.hopper.fp8_values import by_column, by_column_shape, keys_seen
@@ -110,7 +110,10 @@ class _Fp8Plan:
         self, call: Call, out_dtype: torch.dtype, config: Fp8Tile | None, grouped: bool | None
     ) -> None:
         tile = config or tile_of(
-            call.head_dim, call.head_dim_v, _rows(call), call.window_right >= 0
+            call.head_dim,
+            call.head_dim_v,
+            call.window_right >= 0,
+            two_only=call.softcap > 0.0 or call.alibi_slopes is not None,
         )
         if grouped is None:
             grouped = worth_grouping(call, tile)
@@ -144,7 +147,7 @@ class _Fp8Plan:
         self._launch = Launch(
             flashdig_hopper_fp8_forward,
             min(check_grid(_tiles(call, tile, group)), multiprocessors(device)),
-            {**numbers, "VALUE_SLOT": slot, "LAZY": tile.lazy},
+            {**numbers, "VALUE_SLOT": slot, "EVERY": tile.every},
             tiles,
             num_warps=4,
         )

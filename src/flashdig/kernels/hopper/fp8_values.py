@@ -30,7 +30,7 @@ from flashdig.kernels.triton.sequences import (
 )
 
 GROUP_KEYS = 16
-_WORD = 4  # bytes
+WIDEST = 256  # columns that one program turns
 
 
 def key_at(position: int) -> int:
@@ -184,12 +184,14 @@ def by_column(call: Call, block: int) -> Launch:
     v = call.v
     unit = GROUP_KEYS // v.element_size()
     slots = shape[3] // block if call.packed else triton.cdiv(shape[3], block) * call.batch
+    together = _heads_together(call)
+    heads = call.num_heads_kv // together
     return Launch(
         flashdig_fp8_values_by_column,
-        check_grid(slots * call.num_heads_kv),
+        check_grid(slots * heads),
         {
             "batch": call.batch,
-            "num_heads_kv": call.num_heads_kv,
+            "num_heads_kv": heads,
             "seqlen_q": call.seqlen_q,
             "seqlen_k": call.seqlen_k,
             "left": max(call.window_left, 0),
@@ -197,8 +199,8 @@ def by_column(call: Call, block: int) -> Launch:
             "columns": shape[3] // GROUP_KEYS,
             "stride_vb": 0 if call.packed else v.stride(0) // unit,
             "stride_vn": v.stride(-3) // unit,
-            "stride_vh": v.stride(-2) // unit,
-            "HEAD_DIM_V": call.head_dim_v,
+            "stride_vh": v.stride(-2) * together // unit,
+            "HEAD_DIM_V": call.head_dim_v * together,
             "BLOCK": block,
             "PACKED": call.packed,
             "TOP_LEFT": call.top_left,
@@ -207,3 +209,12 @@ def by_column(call: Call, block: int) -> Launch:
         },
         num_warps=4,
     )
+
+
+def _heads_together(call: Call) -> int:
+    """KV heads that one program turns: those side by side in V are one wider head here and there,
+    and long rows are read at the memory's rate."""
+    if call.v.stride(-2) != call.head_dim_v:
+        return 1
+    most = max(WIDEST // call.head_dim_v, 1)
+    return max(n for n in range(1, most + 1) if call.num_heads_kv % n == 0)
