@@ -174,7 +174,7 @@ def keys_seen(call: Call) -> tuple[int, int]:
     return begin, end
 
 
-def by_column(call: Call, block: int) -> Launch:
+def by_column(call: Call, block: int, num_warps: int = 4) -> Launch:
     """The launch that writes V^T: called with (v, v_by_column, cu_seqlens and seqused of q and k).
 
     Args:
@@ -207,7 +207,7 @@ def by_column(call: Call, block: int) -> Launch:
             "LEFT": call.window_left >= 0,
             "RIGHT": call.window_right >= 0,
         },
-        num_warps=4,
+        num_warps=num_warps,
     )
 
 
