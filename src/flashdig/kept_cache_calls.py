@@ -8,6 +8,7 @@ and strides and whose other arguments are equal. Everything out of the ordinary 
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -23,6 +24,7 @@ from flashdig.validate import tf32_allowed
 
 Tensors = tuple[Any, ...]
 RECENT = 4
+_NONE = itertools.repeat(None)
 
 
 class _Recent:
@@ -30,7 +32,7 @@ class _Recent:
 
     Attributes:
         options: the arguments that are no tensors; return_lse: one of them.
-        present: which of the tensors were there; same: whether others are as these.
+        absent: which of the tensors were not there; same: whether others are as these.
         order: where the operator's tensors stand among those that are there.
         replay: of these.
         caches: places of the caches that keys are appended to.
@@ -38,11 +40,11 @@ class _Recent:
     """
 
     __slots__ = (
+        "absent",
         "caches",
         "device",
         "options",
         "order",
-        "present",
         "replay",
         "return_lse",
         "same",
@@ -52,7 +54,7 @@ class _Recent:
     def __init__(self, tensors: Tensors, options: tuple[Any, ...], return_lse: bool) -> None:
         self.options = options
         self.return_lse = return_lse
-        self.present = [x is not None for x in tensors]
+        self.absent = [x is None for x in tensors]
         q = tensors[0]
         self.device: int = q.get_device()
         self.tf32 = tf32_allowed() if q.dtype is torch.float32 else None
@@ -64,7 +66,7 @@ class _Recent:
     def fits(self, tensors: Tensors, given: list[Any], options: tuple[Any, ...]) -> bool:
         return (
             (all(map(operator.is_, options, self.options)) or _equal(options, self.options))
-            and [x is not None for x in tensors] == self.present
+            and list(map(operator.is_, tensors, _NONE)) == self.absent
             and self.same(*given)
         )
 

@@ -96,14 +96,14 @@ def attention_with_kvcache(
             keys without room are dropped), and checked only with FLASHDIG_CHECK=1.
     """
     tensors = (
-        *(q, k_cache, v_cache, k, v, cache_seqlens, page_table, cache_batch_idx, cache_leftpad),
-        *(cu_seqlens_q, cu_seqlens_k_new, rotary_cos, rotary_sin, rotary_seqlens),
-        *(alibi_slopes, sinks, q_descale, k_descale, v_descale),
-    )
+        q, k_cache, v_cache, k, v, cache_seqlens, page_table, cache_batch_idx, cache_leftpad,
+        cu_seqlens_q, cu_seqlens_k_new, rotary_cos, rotary_sin, rotary_seqlens, alibi_slopes,
+        sinks, q_descale, k_descale, v_descale,
+    )  # fmt: skip
     options = (
-        *(rotary_interleaved, num_splits, batch_invariant, causal, window, softmax_scale, softcap),
-        *(out_dtype, return_lse, backend),
-    )
+        rotary_interleaved, num_splits, batch_invariant, causal, window, softmax_scale, softcap,
+        out_dtype, return_lse, backend,
+    )  # fmt: skip
     known: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
     known = kept_cache_calls.again(tensors, options)
     if known is not None:
