@@ -117,6 +117,17 @@ def test_masks_scores_and_out_dtypes(options, out_dtype) -> None:
     assert_is_attention(out, lse, q, k, v, descales, **options)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_alibi_and_sinks(causal) -> None:
+    q, k, v, descales = tensors(2, 260, 390, 4, 2, 128)
+    options = {
+        "alibi_slopes": torch.tensor([0.5, 0.25, 0.1, 0.01], device="cuda"),
+        "sinks": torch.tensor([1.0, -2.0, 5.0, 0.0], device="cuda"),
+    }
+    out, lse = run(q, k, v, descales, causal, **options)
+    assert_is_attention(out, lse, q, k, v, descales, causal=causal, **options)
+
+
 def test_without_factors_and_with_a_factor_of_zero() -> None:
     q, k, v, _ = tensors(1, 130, 200, 2, 2, 128)
     out, lse = run(q, k, v, {}, causal=True)
