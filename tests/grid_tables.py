@@ -1,0 +1,47 @@
+"""Tables of the FlashAttention-2 paper's grid as documents quote them, from one run of a record."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import flashdig
+from flashdig.bench.results import read_record
+from flashdig.bench.standings import Standing, standings
+
+ROOT = Path(flashdig.__file__).parents[2]
+SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
+
+
+def geometric_mean(ratios: list[float]) -> float:
+    return math.exp(sum(map(math.log, ratios)) / len(ratios))
+
+
+def of_run(name: str, revision: str) -> list[Standing]:
+    """Who is ahead in the run of a revision in `benchmarks/results/nvidia-h200/NAME`."""
+    record = read_record(ROOT / "benchmarks" / "results" / "nvidia-h200" / name)
+    (run,) = (run.run_id for run in record.runs if run.revision == revision)
+    return standings([row for row in record.rows if row["run_id"] == run])
+
+
+def grid_lines(found: list[Standing]) -> Iterator[tuple[str, list[float]]]:
+    """Lines "| head_dim mask | TFLOP/s (ratio to the best peer) ... | mean |" and their ratios."""
+    for head_dim in (64, 128, 256):
+        for causal, word in ((False, "full"), (True, "causal")):
+            cells, ratios = [], []
+            for seqlen in SEQLENS:
+                (one,) = (
+                    s
+                    for s in found
+                    if s.ours is not None
+                    and not s.ours["features"]
+                    and (s.ours["head_dim"], s.ours["head_dim_v"]) == (head_dim, head_dim)
+                    and (s.ours["causal"], s.ours["seqlen_q"]) == (causal, seqlen)
+                    and s.ours["num_heads"] == s.ours["num_heads_kv"] == 2048 // head_dim
+                    and s.ours["dtype"] != "float16"
+                )
+                assert one.ours is not None
+                assert one.against_best is not None
+                ratios.append(one.against_best.median)
+                cells.append(f"{one.ours['tflops']:.0f} ({ratios[-1]:.2f})")
+            mean = geometric_mean(ratios)
+            yield f"| {head_dim} {word} | {' | '.join(cells)} | {mean:.2f} |", ratios
