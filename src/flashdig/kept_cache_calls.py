@@ -87,7 +87,8 @@ def again(tensors: Tensors, options: tuple[Any, ...]) -> Any:
         tensors: arguments that may be tensors, in the order of the public function.
         options: the others, the backend last.
     """
-    if not _latest.calls or values_are_checked("cuda"):
+    # first of all: torch.compile must not look into what is kept
+    if torch.compiler.is_compiling() or not _latest.calls or values_are_checked("cuda"):
         return None
     given = [x for x in tensors if x is not None]
     for recent in _latest.calls:
