@@ -1,6 +1,7 @@
 """The decode suite without a GPU: its lengths, its gate, its rows."""
 
 import contextlib
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from flashdig.bench.host import HostCall
 from flashdig.bench.kvcache_cases import FEATURES, SMALL_FEATURES, may_meet
 from flashdig.bench.kvcache_conformance import plan
 from flashdig.bench.pairwise import feasible_pairs, pairs_of
+from flashdig.bench.results import read_record
 from flashdig.bench.rows import check_row
 
 
@@ -110,3 +112,21 @@ def test_a_mixed_step_is_checked_and_summed_up(monkeypatch) -> None:
     assert row["features"]["p50_us"] == pytest.approx(505.0)
     assert row["features"]["p99_us"] == pytest.approx(990.0)
     assert row["aa_spread"] == 0.5
+
+
+def test_the_documented_figures_are_the_records() -> None:
+    root = Path(__file__).parents[2]
+    text = (root / "docs" / "inference.md").read_text("utf-8")
+    results = root / "benchmarks" / "results" / "nvidia-h200"
+    record = read_record(results / "decode.json")
+    graph, eager = (record.rows_of(run.run_id) for run in record.runs)
+    assert {row["clock"] for row in graph} == {"graph"}
+    assert decode.table_of(graph) in text
+    (own,) = [r for r in eager if r["backend"] == "triton" and r["features"]["cache"] == "dense"]
+    peers = [r["ms"] for r in eager if r["features"]["cache"] == "dense" and r is not own]
+    said = f"{1e3 * own['ms']:.1f} us beside {1e3 * min(peers):.1f} us of the fastest peer"
+    assert said in text
+    mixed = read_record(results / "decode-mixed.json")
+    assert decode_mixed.table_of(mixed.rows_of(mixed.latest_run().run_id)) in text
+    (case,) = read_record(results / "kvcache-conformance.json").rows
+    assert f"{case['passed']:,} of {case['cases']:,} cases" in text

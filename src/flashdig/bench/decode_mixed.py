@@ -14,7 +14,7 @@ import argparse
 import shlex
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -233,6 +233,17 @@ def line_of(rows: Sequence[dict[str, Any]]) -> str:
         timed = f"p50 {f['p50_us']:.1f} us, p99 {f['p99_us']:.1f} us" if f else row["gate"][:80]
         words.append(f"{row['backend']} {timed}")
     return f"{rows[0]['name']}: {'; '.join(words)}"
+
+
+def table_of(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The rows of one run as a table in Markdown, microseconds."""
+    text = ["| step | backend | p50 | p99 |", "| --- | --- | --- | --- |"]
+    for row in rows:
+        figures = row.get("features", {})
+        if figures:
+            p50, p99 = figures["p50_us"], figures["p99_us"]
+            text.append(f"| {row['name']} | {row['backend']} | {p50:.1f} | {p99:.1f} |")
+    return "\n".join(text)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
