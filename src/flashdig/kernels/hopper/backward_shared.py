@@ -101,11 +101,19 @@ def new_shared(
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=2)
-    mail_full = gl.allocate_shared_memory(gl.int64, [SENT_AHEAD, 1], barrier)
-    mail_empty = gl.allocate_shared_memory(gl.int64, [SENT_AHEAD, 1], barrier)
-    for slot in gl.static_range(SENT_AHEAD):
-        mbarrier.init(mail_full.index(slot), count=1)
-        mbarrier.init(mail_empty.index(slot), count=2)
+    # Made only where used: Triton lends the memory of an mbarrier that nobody waits on to other
+    # buffers without invalidating it, and where processes take turns on the GPU, the barrier comes
+    # back in their place (seen as NaN; PTX forbids the loan)
+    mail = kv_full
+    mail_full = kv_full
+    mail_empty = kv_full
+    if COUNTED:
+        mail = gl.allocate_shared_memory(gl.int32, [SENT_AHEAD, 1], one_number)
+        mail_full = gl.allocate_shared_memory(gl.int64, [SENT_AHEAD, 1], barrier)
+        mail_empty = gl.allocate_shared_memory(gl.int64, [SENT_AHEAD, 1], barrier)
+        for slot in gl.static_range(SENT_AHEAD):
+            mbarrier.init(mail_full.index(slot), count=1)
+            mbarrier.init(mail_empty.index(slot), count=2)
     rows = Stages(
         gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, HEAD_DIM], tile_q),
         gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, HEAD_DIM], tile_q),
@@ -122,7 +130,7 @@ def new_shared(
         kv_empty,
         rows,
         gl.allocate_shared_memory(dtype, [2, BLOCK_N, BLOCK_M], tile_ds),
-        gl.allocate_shared_memory(gl.int32, [SENT_AHEAD, 1], one_number),
+        mail,
         mail_full,
         mail_empty,
         COUNTED,
