@@ -7,13 +7,14 @@ import pytest
 import torch
 
 from flashdig import attention_with_kvcache
-from flashdig.bench import decode, decode_mixed
+from flashdig.bench import decode, decode_loop, decode_mixed
 from flashdig.bench.host import HostCall
 from flashdig.bench.kvcache_cases import FEATURES, SMALL_FEATURES, may_meet
 from flashdig.bench.kvcache_conformance import plan
 from flashdig.bench.pairwise import feasible_pairs, pairs_of
 from flashdig.bench.results import read_record
 from flashdig.bench.rows import check_row
+from flashdig.bench.timing import TimingFailure
 
 
 def inputs(page_size=0):
@@ -112,6 +113,30 @@ def test_a_mixed_step_is_checked_and_summed_up(monkeypatch) -> None:
     assert row["features"]["p50_us"] == pytest.approx(505.0)
     assert row["features"]["p99_us"] == pytest.approx(990.0)
     assert row["aa_spread"] == 0.5
+
+
+@pytest.mark.parametrize("failures", [[], ["InPlaceCache: token 3 differs"]])
+def test_a_loop_is_kept_as_soon_as_it_was_measured(failures, monkeypatch, tmp_path, capsys) -> None:
+    cells = []
+
+    def time_rotated(calls, **settings):
+        return {name: TimingFailure("no GPU") for name in calls}
+
+    def prompt(cell, size, device):
+        cells.append((cell.name, len(read_record(output).runs)))
+
+    output = tmp_path / "loop.json"
+    monkeypatch.setattr(decode_loop, "check", lambda *arguments: failures)
+    monkeypatch.setattr(decode_loop, "make_model", lambda *arguments: None)
+    monkeypatch.setattr(decode_loop, "make_prompt", prompt)
+    monkeypatch.setattr(decode_loop, "time_rotated", time_rotated)
+    assert decode_loop.main(["--output", str(output)]) == bool(failures)
+    assert cells == [("1x128", 1), ("8x4096", 2)]
+    tested, *timed = read_record(output).rows
+    assert (tested["passed"], tested["failed"]) == (2 - len(failures), len(failures))
+    gates = {row["gate"] for row in timed if row["backend"] == "flashdig"}
+    assert gates == set(failures or ["ok"])
+    assert "1x128: flashdig, InPlaceCache -;" in capsys.readouterr().out
 
 
 def test_the_documented_figures_are_the_records() -> None:
