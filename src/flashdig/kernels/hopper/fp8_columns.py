@@ -100,8 +100,7 @@ def new_output(tiles):
 
 
 # Bits 7 to 14 of a float16 between 0 and 1.75 are those of the e4m3 number 2^8 times as large,
-# subnormal ones too: half a unit is added, and a byte of twice the bits is the number. The
-# hardware's own conversion seems to share the unit that makes powers of 2, which is short. Of four
+# subnormal ones too: half a unit is added, and a byte of twice the bits is the number. Of four
 # elements two results name one pair, two the other, and one of each is taken
 _ROUND = gl.constexpr(
     "{ .reg .b32 low, high; cvt.rn.f16x2.f32 low, $5, $4; cvt.rn.f16x2.f32 high, $7, $6; "

@@ -199,12 +199,11 @@ def _walk(
 def _consume(
     out_descs, lse_ptr, slopes_ptr, sinks_ptr, q_descale_ptr, k_descale_ptr, v_descale_ptr,
     q_tiles, out_tiles, q_full, q_empty, keys, values, mail, sizes, terms,
-    CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr,
+    CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, EVERY: gl.constexpr,
 ):  # fmt: skip
     Q_BUFFERS: gl.constexpr = q_tiles[0].shape[0] // CONSUMERS
     AHEAD: gl.constexpr = Q_BUFFERS > 1
     GROUP: gl.constexpr = sizes.GROUP
-    EVERY: gl.constexpr = terms.LAZY
     BLOCK_M: gl.constexpr = ROWS * CONSUMERS
     BLOCK_N: gl.constexpr = keys.tiles[0].shape[1]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
@@ -406,7 +405,7 @@ def flashdig_hopper_fp8_forward(
         batch_size, num_heads, seqlen_q, seqlen_k, heads_together, left, right,
         PACKED, GROUP, TOP_LEFT, LEFT, RIGHT,
     )  # fmt: skip
-    terms = Terms(score_factor, exp_factor, softcap, group_size, stride_slopes_b, SOFTCAP, EVERY)
+    terms = Terms(score_factor, exp_factor, softcap, group_size, stride_slopes_b, SOFTCAP, True)
 
     # the tuples stand inside the calls: bound to a name, their constants would become tensors
     # fmt: off
@@ -414,10 +413,10 @@ def flashdig_hopper_fp8_forward(
         gl.warp_specialize([
             (_consume, (out_descs, lse_ptr, slopes_ptr, sinks_ptr, q_descale_ptr, k_descale_ptr,
                         v_descale_ptr, q_tiles, out_tiles, q_full, q_empty, keys, values, mail,
-                        sizes, terms, 0, CONSUMERS)),
+                        sizes, terms, 0, CONSUMERS, EVERY)),
             (_consume, (out_descs, lse_ptr, slopes_ptr, sinks_ptr, q_descale_ptr, k_descale_ptr,
                         v_descale_ptr, q_tiles, out_tiles, q_full, q_empty, keys, values, mail,
-                        sizes, terms, 1, CONSUMERS)),
+                        sizes, terms, 1, CONSUMERS, EVERY)),
             (_produce, (q_descs, k_descs, v_descs, q_tiles, q_full, q_empty, keys, values, mail,
                         sizes, terms, (cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_q_ptr,
                         seqused_k_ptr), counter_ptr, tiles, CONSUMERS, VALUE_SLOT)),
@@ -426,13 +425,13 @@ def flashdig_hopper_fp8_forward(
         gl.warp_specialize([
             (_consume, (out_descs, lse_ptr, slopes_ptr, sinks_ptr, q_descale_ptr, k_descale_ptr,
                         v_descale_ptr, q_tiles, out_tiles, q_full, q_empty, keys, values, mail,
-                        sizes, terms, 0, CONSUMERS)),
+                        sizes, terms, 0, CONSUMERS, EVERY)),
             (_consume, (out_descs, lse_ptr, slopes_ptr, sinks_ptr, q_descale_ptr, k_descale_ptr,
                         v_descale_ptr, q_tiles, out_tiles, q_full, q_empty, keys, values, mail,
-                        sizes, terms, 1, CONSUMERS)),
+                        sizes, terms, 1, CONSUMERS, EVERY)),
             (_consume, (out_descs, lse_ptr, slopes_ptr, sinks_ptr, q_descale_ptr, k_descale_ptr,
                         v_descale_ptr, q_tiles, out_tiles, q_full, q_empty, keys, values, mail,
-                        sizes, terms, 2, CONSUMERS)),
+                        sizes, terms, 2, CONSUMERS, EVERY)),
             (_produce, (q_descs, k_descs, v_descs, q_tiles, q_full, q_empty, keys, values, mail,
                         sizes, terms, (cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_q_ptr,
                         seqused_k_ptr), counter_ptr, tiles, CONSUMERS, VALUE_SLOT)),
