@@ -450,7 +450,8 @@ def poisoned_allocator() -> Iterator[None]:
     fill = settings.fill_uninitialized_memory
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*deterministic.*")
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        # use_deterministic_algorithms would do the same, and import Inductor: two seconds
+        torch.set_deterministic_debug_mode("warn")
         settings.fill_uninitialized_memory = True
         try:
             yield
