@@ -437,7 +437,7 @@ def flashdig_hopper_forward(
         batch_size, num_heads, seqlen_q, seqlen_k, heads_together, left, right,
         PACKED, GROUP, TOP_LEFT, LEFT, RIGHT,
     )  # fmt: skip
-    terms = Terms(score_factor, exp_factor, softcap, group_size, stride_slopes_b, SOFTCAP, True)
+    terms = Terms(score_factor, exp_factor, softcap, group_size, stride_slopes_b, SOFTCAP)
 
     # the tuples stand inside the calls: bound to a name, their constants would become tensors
     # fmt: off

@@ -102,7 +102,7 @@ def _terms_of(terms, factor, ALIBI: gl.constexpr):
         exp_factor = gl.maximum(exp_factor * factor, 1e-30)
     return Terms(
         score_factor, exp_factor, terms.softcap, terms.group_size, terms.slopes_stride,
-        terms.SOFTCAP, terms.LAZY,
+        terms.SOFTCAP,
     )  # fmt: skip
 
 
@@ -405,7 +405,7 @@ def flashdig_hopper_fp8_forward(
         batch_size, num_heads, seqlen_q, seqlen_k, heads_together, left, right,
         PACKED, GROUP, TOP_LEFT, LEFT, RIGHT,
     )  # fmt: skip
-    terms = Terms(score_factor, exp_factor, softcap, group_size, stride_slopes_b, SOFTCAP, True)
+    terms = Terms(score_factor, exp_factor, softcap, group_size, stride_slopes_b, SOFTCAP)
 
     # the tuples stand inside the calls: bound to a name, their constants would become tensors
     # fmt: off

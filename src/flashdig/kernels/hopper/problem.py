@@ -23,17 +23,15 @@ class Terms:
     group_size: gl.tensor
     slopes_stride: gl.tensor
     SOFTCAP: gl.constexpr
-    LAZY: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, score_factor, exp_factor, softcap, group_size, slopes_stride, SOFTCAP, LAZY):
+    def __init__(self, score_factor, exp_factor, softcap, group_size, slopes_stride, SOFTCAP):
         self.score_factor = score_factor
         self.exp_factor = exp_factor
         self.softcap = softcap
         self.group_size = group_size
         self.slopes_stride = slopes_stride
         self.SOFTCAP = gl.constexpr(SOFTCAP)
-        self.LAZY = gl.constexpr(LAZY)
 
 
 @aggregate
