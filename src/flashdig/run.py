@@ -140,9 +140,26 @@ def _in_place(call: Call, packing: Packing) -> bool:
     return not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors))
 
 
+def _terms(call: Call) -> dict[str, Any]:
+    """Score terms, mask and scales of a call, as the operators name them."""
+    left, right = call.problem.mask.sides
+    return {
+        "alibi_slopes": call.alibi_slopes,
+        "sinks": call.sinks,
+        "q_descale": call.q_descale,
+        "k_descale": call.k_descale,
+        "v_descale": call.v_descale,
+        "softmax_scale": call.softmax_scale,
+        "softcap": call.problem.softcap,
+        "window_left": left,
+        "window_right": right,
+        "top_left": call.problem.mask.alignment == "top-left",
+        "out_dtype": call.out_dtype,
+    }
+
+
 def _run_pages(call: Call, packing: Packing) -> Results:
     """Packed queries over pages, in place: lengths and pages are not read back."""
-    left, right = call.problem.mask.sides
     return cache_op(
         cache_inputs(
             q=call.q,
@@ -153,22 +170,12 @@ def _run_pages(call: Call, packing: Packing) -> Results:
             page_table=packing.page_table,
             cu_seqlens_q=packing.cu_seqlens_q,
             seqused_q=packing.seqused_q,
-            alibi_slopes=call.alibi_slopes,
-            sinks=call.sinks,
-            q_descale=call.q_descale,
-            k_descale=call.k_descale,
-            v_descale=call.v_descale,
-            softmax_scale=call.softmax_scale,
-            softcap=call.problem.softcap,
-            window_left=left,
-            window_right=right,
-            top_left=call.problem.mask.alignment == "top-left",
             allow_tf32=call.problem.allow_tf32,
             rotary_interleaved=True,
             num_splits=0,
             batch_invariant=False,
-            out_dtype=call.out_dtype,
             backend="triton",
+            **_terms(call),
         )
     )
 
@@ -178,22 +185,11 @@ def _run_hopper_fp8(call: Call) -> Results:
     if call.packing is not None:
         names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
         lengths = {name: getattr(call.packing, name) for name in names}
-    left, right = call.problem.mask.sides
     return fp8_op(
         q=call.q,
         k=call.k,
         v=call.v,
-        alibi_slopes=call.alibi_slopes,
-        sinks=call.sinks,
-        q_descale=call.q_descale,
-        k_descale=call.k_descale,
-        v_descale=call.v_descale,
-        softmax_scale=call.softmax_scale,
-        softcap=call.problem.softcap,
-        window_left=left,
-        window_right=right,
-        top_left=call.problem.mask.alignment == "top-left",
-        out_dtype=call.out_dtype,
+        **_terms(call),
         **lengths,
     )
 

@@ -1,6 +1,5 @@
 """Records: round trips, what a row may hold, and that a file is never lost or quietly changed."""
 
-import copy
 import json
 import math
 import os
@@ -20,100 +19,11 @@ from flashdig.bench.results import (
     append_run,
     gpu_folder,
     new_run,
-    ratio,
     read_record,
     record_path,
-    timing_fields,
 )
 from flashdig.bench.rows import FIELDS, REQUIRED, RecordError
-from flashdig.bench.timing import Timing
-
-STARTED = "2026-11-29T18:14:05+00:00"
-
-
-def run(run_id="first", started=STARTED, **changes) -> Run:
-    fields = {"environment": {"gpu": "NVIDIA H200"}, "command": "flashdig dig", "revision": "abc"}
-    return Run(run_id, started=started, **{**fields, **changes})
-
-
-PROBLEM = {
-    "pass": "forward",
-    "batch": 2,
-    "num_heads": 8,
-    "num_heads_kv": 2,
-    "seqlen_q": 128,
-    "seqlen_k": 256,
-    "head_dim": 64,
-    "head_dim_v": 64,
-    "dtype": "bfloat16",
-    "causal": True,
-}
-TIMED = {"ms": 0.5, "ms_all": [0.5, 0.4, 0.6], "aa_spread": 0.01, "clock": "graph", "l2": "warm"}
-SPEED = {"kind": "speed", **PROBLEM, "backend": "v2", "gate": "ok", **TIMED}
-RUNG = {"kind": "rung", **PROBLEM, "name": "v1", "gate": "ok"}
-TEST = {"kind": "test", "cases": 3, "passed": 1, "failed": 1, "skipped": 1, "failures": ["why"]}
-EXTRA = {
-    "features": {"window": [3, None]},
-    "tflops": 12.5,
-    "tb_per_s": 1.5,
-    "sm_clock_mhz": 1980.0,
-    "power_w": None,
-    "joules": 0.7,
-    "tflop_per_joule": 0.9,
-    "model": {"layers": 24},
-    "losses": [10.9, 10.2],
-    "tokens_per_s": 40_000.0,
-    "mfu": 0.5,
-    "mfu_causal_half": 0.45,
-    "attention_ms": {"forward": 9.0},
-    "tensor_utilisation": 0.7,
-    "peak_bytes": 1 << 33,
-    "error": 1e-4,
-    "allowed_error": 3e-4,
-    "rms_error": 4e-5,
-    "eager_difference": 2e-3,
-    "predicted": {"load_bytes": 7},
-    "kernels": [{"name": "_fwd", "count": 1, "us": 3.5}, {"name": "copy", "count": 2, "us": None}],
-    "surprises": [
-        {"what": "time", "predicted": 1.0, "found": 2.0, "tolerance": 0.15, "cause": "unexplained"}
-    ],
-    "findings": [{"rule": "math-fallback", "verdict": "slow", "claim": "20 kernels."}],
-    "explained": [{"subject": "math forward", "calls": 3, "guess": None, "rows": []}],
-    "host_ms": 0.12,
-    "share_of_matmul": 0.5,
-    "share_of_copy": 0.1,
-    "speedup": 4.6,
-    "share_of_gain": -0.1,
-    "counted": {
-        "load_bytes": 1,
-        "store_bytes": 2,
-        "matmul_flops": None,
-        "source": "interpreter",
-    },
-    "counters": {
-        "dram_read_bytes": 5,
-        "dram_write_bytes": 4,
-        "l2_bytes": None,
-        "cache": "cold",
-        "source": "Nsight Compute 2026.1",
-        "kernels": [
-            {
-                "name": "_fwd",
-                "count": 1,
-                "us": 3.5,
-                "dram_read_bytes": 5,
-                "dram_write_bytes": 4,
-                "l2_bytes": None,
-            }
-        ],
-    },
-    "sentence": "QKᵀ stays in registers — that is all.",
-    "preset": "archaeology",
-    "fwd_bwd_ms": 1.5,
-    "fwd_bwd_tflops": 10.0,
-    "paper_tflops": 73,
-    "notes": "line\nbreak",
-}
+from tests.record_rows import EXTRA, PROBLEM, RUNG, SPEED, STARTED, TEST, TIMED, run
 
 
 def test_rows_of_every_kind_come_back_equal(tmp_path) -> None:
@@ -476,43 +386,3 @@ def test_new_files_have_ordinary_permissions(tmp_path) -> None:
     finally:
         os.umask(mask)
     assert (tmp_path / "dig.json").stat().st_mode & 0o777 == 0o644
-
-
-def two_rows(**changes) -> tuple[dict, dict]:
-    slow = {**SPEED, "run_id": "first", "ms_all": [1.0] * 12}
-    fast = {**copy.deepcopy(SPEED), "run_id": "first", "ms_all": [0.5] * 12, **changes}
-    return slow, fast
-
-
-def test_ratio_says_how_many_times_as_fast_the_first_is() -> None:
-    slow, fast = two_rows()
-    assert ratio(fast, slow).median == 2.0
-    assert not ratio(fast, slow).behind
-    assert ratio(slow, fast).median == 0.5
-    assert ratio(slow, fast).behind
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"run_id": "second"}, "different run_id: 'first' and 'second'"),
-        ({"run_id": None}, "run"),
-        ({"clock": "events"}, "different clock"),
-        ({"l2": "cold"}, "different l2"),
-        ({"ms_all": [0.5] * 11}, "12 and 11 rounds"),
-        ({"ms_all": None}, "not timed"),
-    ],
-)
-def test_rows_that_cannot_be_compared_have_no_ratio(changes, message) -> None:
-    slow, fast = two_rows(**changes)
-    for pair in ((slow, fast), (fast, slow)):
-        with pytest.raises(RecordError, match=message if pair[0] is slow else "no ratio"):
-            ratio(*pair)
-
-
-def test_a_timing_becomes_fields_of_a_row() -> None:
-    timing = Timing(0.5, (0.5, 0.5), 0.01, 1980.0, None, "graph", "warm", 4, 0)
-    row = {key: value for key, value in SPEED.items() if key not in TIMED}
-    record = Record("dig").with_run(run(), [{**row, **timing_fields(timing)}])
-    assert record.rows[0]["ms_all"] == [0.5, 0.5]
-    assert json.loads(record.to_json())["rows"][0]["sm_clock_mhz"] == 1980.0
