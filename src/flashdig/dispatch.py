@@ -6,7 +6,7 @@ for by name is obeyed, or refused with its reasons.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from flashdig.cache_support import reasons_against_triton
@@ -117,6 +117,10 @@ def _against_widths(problem: AttentionProblem, unit: int) -> list[str]:
     ]
 
 
+def _against_asked(asked: Mapping[str, bool]) -> list[str]:
+    return [f"no {name}" for name, wanted in asked.items() if wanted]
+
+
 def _hopper(problem: AttentionProblem, request: Request) -> list[str]:
     """The Gluon kernels of sm_90a: 16-bit, without bias and dropout."""
     reasons = _against_sm_90(request)
@@ -125,15 +129,9 @@ def _hopper(problem: AttentionProblem, request: Request) -> list[str]:
     if request.out_dtype not in (None, problem.dtype):
         reasons.append(f"out_dtype is always the dtype of q, not {request.out_dtype}")
     reasons += _against_widths(problem, 8)
-    for name, asked in (
-        ("dropout", problem.dropout),
-        ("bias", problem.bias != "none"),
-        ("descale factors", request.descale),
-        ("page_table", request.paged),
-    ):
-        if asked:
-            reasons.append(f"no {name}")
-    return reasons
+    asked = {"dropout": problem.dropout, "bias": problem.bias != "none"}
+    asked |= {"descale factors": request.descale, "page_table": request.paged}
+    return reasons + _against_asked(asked)
 
 
 def _hopper_fp8(problem: AttentionProblem, request: Request) -> list[str]:
@@ -144,14 +142,9 @@ def _hopper_fp8(problem: AttentionProblem, request: Request) -> list[str]:
     if request.out_dtype not in (None, "float16", "bfloat16"):
         reasons.append(f"out_dtype must be float16 or bfloat16, not {request.out_dtype}")
     reasons += _against_widths(problem, 16)
-    for name, asked in (
-        ("dropout", problem.dropout),
-        ("bias", problem.bias != "none"),
-        ("page_table", request.paged),
-    ):
-        if asked:
-            reasons.append(f"no {name}")
-    return reasons
+    asked = {"dropout": problem.dropout, "bias": problem.bias != "none"}
+    asked |= {"page_table": request.paged}
+    return reasons + _against_asked(asked)
 
 
 def _triton(problem: AttentionProblem, request: Request) -> list[str]:

@@ -30,15 +30,14 @@ from flashdig.kernels.hopper.backward_shared import (
     MEETING,
     READ,
     WRITTEN,
-    arrive_at,
     following_tile,
     free_rows,
-    meet_at,
     new_shared,
     of_sequence_and_head,
     produce,
     wait_for_rows,
 )
+from flashdig.kernels.hopper.hardware_barriers import arrive_at, meet_at
 from flashdig.kernels.hopper.problem import Problem
 from flashdig.kernels.hopper.rows import Rows, store_rows
 

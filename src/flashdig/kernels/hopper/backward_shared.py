@@ -138,34 +138,6 @@ def new_shared(
 
 
 @gluon.jit
-def meet_at(number):
-    """Both consumers' 256 threads: wait until all have arrived at a hardware barrier."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    gl.inline_asm_elementwise(
-        "bar.sync $1, 256; mov.b32 $0, $1;",
-        "=r,r",
-        [gl.full([128], 0, gl.int32, layout) + number],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
-def arrive_at(number):
-    """One consumer's half of `meet_at`, without waiting."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    gl.inline_asm_elementwise(
-        "bar.arrive $1, 256; mov.b32 $0, $1;",
-        "=r,r",
-        [gl.full([128], 0, gl.int32, layout) + number],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
 def wait_for_rows(rows, step):
     """Consumer: the stage of step number `step`, once its rows are there."""
     stage = step % rows.STAGES

@@ -27,14 +27,13 @@ from flashdig.kernels.hopper.backward_places import Grid, columns_of_tile, padde
 from flashdig.kernels.hopper.backward_scores import hidden, places, row_tiles, scores_of
 from flashdig.kernels.hopper.backward_shared import (
     MEETING,
-    arrive_at,
     free_rows,
-    meet_at,
     new_shared,
     of_sequence_and_head,
     produce,
     wait_for_rows,
 )
+from flashdig.kernels.hopper.hardware_barriers import arrive_at, meet_at
 from flashdig.kernels.hopper.problem import Problem
 from flashdig.kernels.hopper.rows import Rows, store_rows
 
