@@ -152,6 +152,7 @@ def measure(cell: MixedCell, names: Sequence[str], steps: int) -> list[dict[str,
     for name in names:
         call = call_of(name, step)
         if isinstance(call, str):
+            print(f"{name}: not run: {call}", flush=True)
             continue
         row = rows[name] = _row(cell, name)
         try:
