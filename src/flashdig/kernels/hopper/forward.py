@@ -72,7 +72,7 @@ ROWS = gl.constexpr(64)  # of a warpgroup's tile
 
 
 @gluon.jit
-def _problem(sizes, place, terms, slopes_ptr):
+def problem_of(sizes, place, terms, slopes_ptr):
     ALIBI: gl.constexpr = slopes_ptr is not None
     slope = terms.score_factor * 0.0
     if ALIBI:
@@ -85,7 +85,7 @@ def _problem(sizes, place, terms, slopes_ptr):
 
 
 @gluon.jit
-def _query_rows(place, sizes):
+def rows_of_queries(place, sizes):
     return Rows(place.batch, place.head, place.first_q, place.seqlen_q, sizes.PACKED, sizes.GROUP)
 
 
@@ -106,10 +106,10 @@ def _produce(
         place = place_of(sizes, program, lengths, BLOCK_M)
         if place.start_m < place.seqlen_q * GROUP:
             send(mail, count, place, sizes.PACKED)
-            problem = _problem(sizes, place, terms, None)
+            problem = problem_of(sizes, place, terms, None)
             first, _, _, end = key_tiles(problem, place.start_m // GROUP, BLOCK_M // GROUP, BLOCK_N)
             head_kv = place.head if GROUP > 1 else place.head // terms.group_size
-            query_rows = _query_rows(place, sizes)
+            query_rows = rows_of_queries(place, sizes)
             key_rows = Rows(place.batch, head_kv, place.first_k, place.seqlen_k, sizes.PACKED, 1)
             # the first keys find room before the queries do
             put_blocks(keys, done, k_descs, key_rows, (end - 1) * BLOCK_N)
@@ -150,13 +150,13 @@ def _span(
     OWN_ROWS: gl.constexpr = ROWS // GROUP if OWN_WALK else BLOCK_M
     FIRST_ROW: gl.constexpr = CONSUMER * ROWS if OWN_WALK else 0
     return span_of(
-        _problem(sizes, place, terms, None), place.start_m // GROUP,
+        problem_of(sizes, place, terms, None), place.start_m // GROUP,
         (place.start_m + FIRST_ROW) // GROUP, BLOCK_M, OWN_ROWS, BLOCK_N,
     )  # fmt: skip
 
 
 @gluon.jit
-def _first_scores(
+def first_scores(
     place, q_tiles, q_full, keys, zeros, count, done, CONSUMER: gl.constexpr,
     Q_BUFFERS: gl.constexpr,
 ):  # fmt: skip
@@ -194,7 +194,7 @@ def _consume(
         span = _span(sizes, place, terms, CONSUMER, CONSUMERS, BLOCK_N, OWN_WALK)
         done = gl.where(place.start_m != NO_TILE, span.before, 0)
         pass_by(keys, values, 0, done, CONSUMER, TURNS)
-        started = _first_scores(
+        started = first_scores(
             place, q_tiles, q_full, keys, zeros, count, done, CONSUMER, Q_BUFFERS
         )
         scores = warpgroup_mma_wait(0, deps=(started,))
@@ -203,14 +203,14 @@ def _consume(
         if not AHEAD:
             pass_by(keys, values, done, span.before, CONSUMER, TURNS)
             done += span.before
-            started = _first_scores(
+            started = first_scores(
                 place, q_tiles, q_full, keys, zeros, count, done, CONSUMER, Q_BUFFERS
             )
             scores = warpgroup_mma_wait(0, deps=(started,))
         release_blocks(keys, done)
         buffer = CONSUMER * Q_BUFFERS + count % Q_BUFFERS
         q_read = q_empty.index(buffer)
-        problem = _problem(sizes, place, terms, slopes_ptr)
+        problem = problem_of(sizes, place, terms, slopes_ptr)
         start_row = place.start_m + CONSUMER * ROWS
         rows = start_row // GROUP + tile_rows // GROUP
 
@@ -253,7 +253,7 @@ def _consume(
         v = take_blocks(values, done + steps - 1)
         out_started = start_output(p, v, out)
         row_max = gl.convert_layout(gl.max(row_max, 1), s_rows)
-        factor = _statistics(
+        factor = row_statistics(
             row_max, row_sums, rows, tile_rows, place, sizes, terms, lse_ptr, sinks_ptr
         )
         out = finished_output(out_started, p)
@@ -267,7 +267,7 @@ def _consume(
             unseen = gl.where(following.start_m != NO_TILE, next_span.before, 0)
             pass_by(keys, values, next_done, unseen, CONSUMER, TURNS)
             next_done += unseen
-            started = _first_scores(
+            started = first_scores(
                 following, q_tiles, q_full, keys, zeros, count + 1, next_done, CONSUMER, Q_BUFFERS
             )
         out = scaled(out, factor)
@@ -280,7 +280,7 @@ def _consume(
             out_tile = tile_at(out_tiles, buffer)
         to_shared(out, out_tile)
         fence_async_shared()
-        store_blocks(out_descs, _query_rows(place, sizes), start_row, out_tile)
+        store_blocks(out_descs, rows_of_queries(place, sizes), start_row, out_tile)
         if not OWN_OUTPUT:
             wait_for_tile_stores(0)
             mbarrier.arrive(q_read, count=1)
@@ -293,7 +293,7 @@ def _consume(
 
 
 @gluon.jit
-def _statistics(row_max, row_sums, rows, tile_rows, place, sizes, terms, lse_ptr, sinks_ptr):
+def row_statistics(row_max, row_sums, rows, tile_rows, place, sizes, terms, lse_ptr, sinks_ptr):
     """Writes the log-sum-exp; returns what the output is multiplied with."""
     GROUP: gl.constexpr = sizes.GROUP
     s_rows: gl.constexpr = row_max.type.layout

@@ -141,8 +141,8 @@ class _ForwardPlan(ForwardPlan):
         self._blocks = ("q_desc_rest" in tiles, "v_desc_rest" in tiles)
         self._launch = Launch(
             flashdig_hopper_forward,
-            min(check_grid(_tiles(call, tile, group)), multiprocessors(device)),
-            _numbers(call, tile, group),
+            min(check_grid(tiles_of_queries(call, tile, group)), multiprocessors(device)),
+            numbers_of(call, tile, group),
             tiles,
             num_warps=4,
         )
@@ -207,7 +207,7 @@ def _rows(call: Call) -> int:
     return call.seqlen_q // call.batch if call.packed else call.seqlen_q
 
 
-def _tiles(call: Call, tile: Tile, group: int) -> int:
+def tiles_of_queries(call: Call, tile: Tile, group: int) -> int:
     """Tiles of queries, or slots for them; `group`: query heads of a tile."""
     block_m = ROWS * tile.consumers
     heads = call.num_heads // group
@@ -216,7 +216,7 @@ def _tiles(call: Call, tile: Tile, group: int) -> int:
     return triton.cdiv(call.seqlen_q * triton.next_power_of_2(group), block_m) * heads * call.batch
 
 
-def _numbers(call: Call, tile: Tile, group: int) -> dict[str, Any]:
+def numbers_of(call: Call, tile: Tile, group: int) -> dict[str, Any]:
     heads = call.num_heads // group
     slopes = call.alibi_slopes
     score_factor, exp_factor = _factors(call)
@@ -233,7 +233,7 @@ def _numbers(call: Call, tile: Tile, group: int) -> dict[str, Any]:
         "exp_factor": exp_factor,
         "softcap": call.softcap,
         "stride_slopes_b": slopes.stride(0) if slopes is not None and slopes.dim() == 2 else 0,
-        "tiles": _tiles(call, tile, group),
+        "tiles": tiles_of_queries(call, tile, group),
         "HEAD_DIM": call.head_dim,
         "HEAD_DIM_V": call.head_dim_v,
         "CONSUMERS": tile.consumers,

@@ -40,10 +40,10 @@ from flashdig.kernels.hopper.columns import (
 )
 from flashdig.kernels.hopper.forward import (
     ROWS,
-    _first_scores,
-    _problem,
-    _query_rows,
-    _statistics,
+    first_scores,
+    problem_of,
+    row_statistics,
+    rows_of_queries,
 )
 from flashdig.kernels.hopper.fp8_columns import (
     as_operand,
@@ -123,10 +123,10 @@ def _produce(
         place = place_of(sizes, program, lengths, BLOCK_M)
         if place.start_m < place.seqlen_q * GROUP:
             send(mail, count, place, sizes.PACKED)
-            problem = _problem(sizes, place, terms, None)
+            problem = problem_of(sizes, place, terms, None)
             first, _, _, end = key_tiles(problem, place.start_m // GROUP, BLOCK_M // GROUP, BLOCK_N)
             head_kv = place.head if GROUP > 1 else place.head // terms.group_size
-            query_rows = _query_rows(place, sizes)
+            query_rows = rows_of_queries(place, sizes)
             key_rows = Rows(place.batch, head_kv, place.first_k, place.seqlen_k, sizes.PACKED, 1)
             value_batch = place.batch
             first_value = place.start_m * 0
@@ -215,13 +215,13 @@ def _consume(
     place = receive(mail, 0, sizes)
     scores = zeros
     if AHEAD:
-        started = _first_scores(
+        started = first_scores(
             place, q_tiles, q_full, keys, zeros, count, done, CONSUMER, Q_BUFFERS
         )
         scores = warpgroup_mma_wait(0, deps=(started,))
     while place.start_m != NO_TILE:
         if not AHEAD:
-            started = _first_scores(
+            started = first_scores(
                 place, q_tiles, q_full, keys, zeros, count, done, CONSUMER, Q_BUFFERS
             )
         descale = _descale(q_descale_ptr, place, sizes, terms) * _descale(
@@ -233,7 +233,7 @@ def _consume(
             scores = warpgroup_mma_wait(0, deps=(started,))
         release_blocks(keys, done)
         buffer = CONSUMER * Q_BUFFERS + count % Q_BUFFERS
-        problem = _problem(sizes, place, tile_terms, slopes_ptr)
+        problem = problem_of(sizes, place, tile_terms, slopes_ptr)
         first, full_first, full_end, end = key_tiles(
             problem, place.start_m // GROUP, BLOCK_M // GROUP, BLOCK_N
         )
@@ -274,11 +274,11 @@ def _consume(
         out_started = start_output(as_operand(p, out[0]), v, out)
         following = receive(mail, count + 1, sizes)
         if AHEAD:
-            started = _first_scores(
+            started = first_scores(
                 following, q_tiles, q_full, keys, zeros, count + 1, done + steps, CONSUMER,
                 Q_BUFFERS,
             )  # fmt: skip
-        factor = _statistics(
+        factor = row_statistics(
             row_max, row_sums, rows, tile_rows, place, sizes, terms, lse_ptr, sinks_ptr
         ) * (v_descale / P_FACTOR)
         out = finished_output(out_started, len(q_tiles) if AHEAD else 0)
@@ -290,7 +290,7 @@ def _consume(
         wait_for_tile_stores(0)
         to_shared(out, out_tile)
         fence_async_shared()
-        store_blocks(out_descs, _query_rows(place, sizes), start_row, out_tile)
+        store_blocks(out_descs, rows_of_queries(place, sizes), start_row, out_tile)
         if AHEAD:
             scores = warpgroup_mma_wait(0, deps=(started,))
         count += 1

@@ -9,7 +9,12 @@ import torch
 from flashdig.kernels.hopper.chip import multiprocessors
 from flashdig.kernels.hopper.counters import counter_for
 from flashdig.kernels.hopper.descriptors import taken_by_tma, tiles_of, values_by_column
-from flashdig.kernels.hopper.forward_launch import ROWS, _numbers, _tiles, worth_grouping
+from flashdig.kernels.hopper.forward_launch import (
+    ROWS,
+    numbers_of,
+    tiles_of_queries,
+    worth_grouping,
+)
 from flashdig.kernels.hopper.fp8_forward import flashdig_hopper_fp8_forward
 from flashdig.kernels.hopper.fp8_tiles import Fp8Tile, tile_of
 from flashdig.kernels.hopper.fp8_values import by_column, by_column_shape, keys_seen
@@ -143,10 +148,10 @@ class _Fp8Plan:
         self._blocks = ("q_desc_rest" in tiles, "v_desc_rest" in tiles)
         # what only the kernel for 16 bits asks for is left out
         known = set(flashdig_hopper_fp8_forward.arg_names)
-        numbers = {n: x for n, x in _numbers(call, tile, group).items() if n in known}
+        numbers = {n: x for n, x in numbers_of(call, tile, group).items() if n in known}
         self._launch = Launch(
             flashdig_hopper_fp8_forward,
-            min(check_grid(_tiles(call, tile, group)), multiprocessors(device)),
+            min(check_grid(tiles_of_queries(call, tile, group)), multiprocessors(device)),
             {**numbers, "VALUE_SLOT": slot, "EVERY": tile.every},
             tiles,
             num_warps=4,
