@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from flashdig.bench.timing import float32_precision
 from flashdig.findings import Advice, find_in_counters
 from flashdig.hardware.devices import find_device
 from flashdig.readers.ncu import read_ncu
@@ -56,10 +57,11 @@ def test_its_code_runs_with_the_names_that_it_says(rule, monkeypatch) -> None:
         return
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     before = torch.get_float32_matmul_precision()
-    try:
-        exec(advice.code, given)
-    finally:
-        torch.set_float32_matmul_precision(before)
+    with float32_precision(torch.backends.cuda.matmul.fp32_precision):
+        try:
+            exec(advice.code, given)
+        finally:
+            torch.set_float32_matmul_precision(before)
     if rule == "repeated-heads":
         return
     out = given.get("out")

@@ -35,6 +35,7 @@ from flashdig.bench.conformance_judge import Judgement, Kernels, judge
 from flashdig.bench.environment import collect, revision
 from flashdig.bench.pairwise import Combination, feasible_pairs, pairs_of
 from flashdig.bench.results import append_run, new_run
+from flashdig.bench.timing import float32_precision
 from flashdig.kernels.choose import TileConfig
 
 SUITE = "conformance"
@@ -228,11 +229,9 @@ def run_specialisation(plan: Plan, number: int, deadline: float) -> Tally:
     return tally
 
 
+@float32_precision("ieee")  # the yardstick rounds to TF32 by itself
 def run(plan: Plan, say: Any = print) -> Tally:
     """The whole plan; `say` gets a line for every failure and now and then how far it is."""
-    import torch
-
-    torch.set_float32_matmul_precision("highest")  # the yardstick rounds to TF32 by itself
     start = time.time()
     deadline = start + plan.time_limit_s
     total = Tally()

@@ -26,6 +26,7 @@ from flashdig.bench.environment import collect, revision
 from flashdig.bench.kvcache_cases import FEATURES, SMALL_FEATURES, make_case, may_meet
 from flashdig.bench.pairwise import Combination, covering_array, feasible_pairs
 from flashdig.bench.results import append_run, new_run
+from flashdig.bench.timing import float32_precision
 
 SUITE = "kvcache-conformance"
 # arguments of `append_and_gather`
@@ -255,11 +256,9 @@ def plan(device: str) -> list[Combination]:
     return covering_array(SMALL_FEATURES if device == "cpu" else FEATURES, may_meet)
 
 
+@float32_precision("ieee")
 def run_specialisation(number: int, device: str, inputs: int, deadline: float) -> list[str | None]:
     """What is wrong with each case; "skipped" for those that have not begun by then."""
-    import torch
-
-    torch.set_float32_matmul_precision("highest")
     combinations = plan(device)
     found: list[str | None] = []
     for n in range(inputs):
