@@ -55,8 +55,8 @@ from flashdig.kernels.hopper.fp8_columns import (
     rounded,
     start_output,
 )
-from flashdig.kernels.hopper.fp8_softmax import hidden, online_softmax
-from flashdig.kernels.hopper.problem import Terms, final_scores, key_tiles
+from flashdig.kernels.hopper.fp8_softmax import online_softmax
+from flashdig.kernels.hopper.problem import Terms, final_scores, key_tiles, masked
 from flashdig.kernels.hopper.rows import Rows
 from flashdig.kernels.hopper.schedule import (
     NO_TILE,
@@ -183,7 +183,7 @@ def _walk(
         start_n = (end - 1 - step) * BLOCK_N
         scores = final_scores(scores, problem, rows, start_n)
         if MASKED:
-            scores = hidden(scores, problem, rows, start_n)
+            scores = masked(scores, problem, rows, start_n)
         probs, rescale, row_max, row_sums = online_softmax(
             scores, row_max, row_sums, problem.exp_factor, MASKED, EVERY
         )
@@ -242,7 +242,7 @@ def _consume(
 
         # the first tile: nothing to multiply with V yet
         start_n = (end - 1) * BLOCK_N
-        scores = hidden(final_scores(scores, problem, rows, start_n), problem, rows, start_n)
+        scores = masked(final_scores(scores, problem, rows, start_n), problem, rows, start_n)
         no_max = gl.full([ROWS], float("-inf"), gl.float32, s_rows)
         probs, _, row_max, row_sums = online_softmax(
             scores, no_max, thread_sums(zeros), problem.exp_factor, True, 0

@@ -7,7 +7,6 @@ P of a row's maximum is exactly 1, so the largest P is never off; `fp8_columns.r
 import struct
 
 from flashdig.kernels.gluon_api import gl, gluon
-from flashdig.kernels.hopper.problem import masked
 from flashdig.kernels.hopper.softmax import thread_sums
 
 
@@ -107,31 +106,3 @@ def online_softmax(
     sums = thread_sums(probs)
     sums_rescale = gl.convert_layout(rescale, gl.SliceLayout(1, sums.type.layout))
     return probs, rescale, new_max, row_sums * sums_rescale[:, None] + sums
-
-
-@gluon.jit
-def hidden(scores, problem, rows, start_n):
-    """`problem.masked`; without a left side by one comparison with a constant and one selection an
-    element, where LLVM would gather 64 comparisons in words first."""
-    if problem.LEFT:
-        seen = masked(scores, problem, rows, start_n)
-    else:
-        seen = _masked_on_the_right(scores, problem, rows, start_n)
-    return seen
-
-
-@gluon.jit
-def _masked_on_the_right(scores, problem, rows, start_n):
-    columns: gl.constexpr = gl.SliceLayout(0, scores.type.layout)
-    keys = gl.arange(0, scores.shape[1], columns)
-    last = gl.full([scores.shape[0]], 0, gl.int32, rows.type.layout) + (problem.seqlen_k - 1)
-    if problem.RIGHT:
-        last = gl.minimum(rows + (problem.offset + problem.right), last)
-    # a thread's keys are its first one, 0, 2, 4 or 6, and constants
-    limits = (last - start_n)[:, None] - (keys & 6)[None, :]
-    places = gl.convert_layout(gl.broadcast(scores, (keys & -7)[None, :])[1], scores.type.layout)
-    return gl.inline_asm_elementwise(
-        "{ .reg .pred seen; setp.le.s32 seen, $2, $3; selp.f32 $0, $1, 0fFF800000, seen; }",
-        "=f,f,r,r", [scores, places, gl.convert_layout(limits, scores.type.layout)],
-        dtype=gl.float32, is_pure=True, pack=1,
-    )  # fmt: skip

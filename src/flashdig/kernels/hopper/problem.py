@@ -142,6 +142,15 @@ def final_scores(products, problem, rows, start_n):
 @gluon.jit
 def masked(scores, problem, rows, start_n):
     """Scores with -inf where a row does not see a key, or no key is."""
+    if problem.LEFT:
+        seen = _masked_on_both_sides(scores, problem, rows, start_n)
+    else:
+        seen = _masked_on_the_right(scores, problem, rows, start_n)
+    return seen
+
+
+@gluon.jit
+def _masked_on_both_sides(scores, problem, rows, start_n):
     columns: gl.constexpr = gl.SliceLayout(0, scores.type.layout)
     keys = start_n + gl.arange(0, scores.shape[1], columns)
     if problem.RIGHT:
@@ -149,6 +158,24 @@ def masked(scores, problem, rows, start_n):
         visible = keys[None, :] <= last[:, None]
     else:
         visible = keys[None, :] < problem.seqlen_k
-    if problem.LEFT:
-        visible = visible & (keys[None, :] >= (rows + (problem.offset - problem.left))[:, None])
+    visible = visible & (keys[None, :] >= (rows + (problem.offset - problem.left))[:, None])
     return gl.where(visible, scores, float("-inf"))
+
+
+@gluon.jit
+def _masked_on_the_right(scores, problem, rows, start_n):
+    """By one comparison with a constant and one selection an element, where LLVM would gather 64
+    comparisons in words first."""
+    columns: gl.constexpr = gl.SliceLayout(0, scores.type.layout)
+    keys = gl.arange(0, scores.shape[1], columns)
+    last = gl.full([scores.shape[0]], 0, gl.int32, rows.type.layout) + (problem.seqlen_k - 1)
+    if problem.RIGHT:
+        last = gl.minimum(rows + (problem.offset + problem.right), last)
+    # a thread's keys are its first one, 0, 2, 4 or 6, and constants
+    limits = (last - start_n)[:, None] - (keys & 6)[None, :]
+    places = gl.convert_layout(gl.broadcast(scores, (keys & -7)[None, :])[1], scores.type.layout)
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred seen; setp.le.s32 seen, $2, $3; selp.f32 $0, $1, 0fFF800000, seen; }",
+        "=f,f,r,r", [scores, places, gl.convert_layout(limits, scores.type.layout)],
+        dtype=gl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
