@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from flashdig import attention_with_kvcache
-from flashdig.bench import decode, decode_loop, decode_mixed
+from flashdig.bench import decode, decode_goal, decode_loop, decode_mixed
 from flashdig.bench.host import HostCall
 from flashdig.bench.kvcache_cases import FEATURES, SMALL_FEATURES, may_meet
 from flashdig.bench.kvcache_conformance import plan
@@ -70,6 +70,30 @@ def test_a_table_names_the_fastest() -> None:
     assert decode.table_of(rows).splitlines()[-1] == (
         "| 1x8k, dense | **17.5 (1.50)** |  | 21.0 (1.50) |  |"
     )
+
+
+def test_goals_follow_the_bandwidth_that_was_measured() -> None:
+    def rows(keys, **times):
+        features = {"cell": f"1x{keys}", "cache": "dense", "keys": keys}
+        return [
+            {"backend": name, "features": features, "ms": ms, "ms_all": [ms, ms]}
+            for name, ms in times.items()
+        ]
+
+    small = rows(8192, triton=1.0, fa3=1.2, fa4=1.1, read=0.85)  # fa4 leaves 23 %
+    middle = rows(65536, triton=1.0, fa3=1.01, read=0.76)
+    large = rows(524288, triton=1.0, fa3=1.1, read=0.89)
+    goals = {goal["cell"]: goal for goal in decode_goal.goals_of([*small, *middle, *large])}
+    assert goals["1x8192"]["asked"] == [("1.15 of fa4", False)]
+    assert goals["1x65536"]["asked"] == [("1.15 of fa3", False), ("75% of the bandwidth", True)]
+    assert goals["1x524288"]["asked"] == [("90% of the bandwidth", False)]
+    assert goals["1x524288"]["share"] == pytest.approx(0.89)
+    assert decode_goal.goal_table(large).splitlines()[-1] == (
+        "| 1x524288, dense | 89.0% | fa3 | 80.9% | 1.100 | 90% of the bandwidth: **missed** |"
+    )
+    ahead = rows(8192, triton=1.0, fa3=1.2, read=0.85)
+    assert decode_goal.goals_of(ahead)[0]["asked"] == [("1.15 of fa3", True)]
+    assert decode_goal.goal_table(rows(8192, triton=1.0, read=0.9)) == ""
 
 
 def test_the_eager_clock_waits_for_the_device_within_the_surroundings() -> None:

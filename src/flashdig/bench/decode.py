@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flashdig.bench.decode_goal import READ, goal_table
 from flashdig.bench.environment import clocks_now, collect, revision
 from flashdig.bench.host import HostCall, SurroundedMeter
 from flashdig.bench.results import append_run, new_run, timing_fields
@@ -28,7 +29,8 @@ from flashdig.bench.timing import Timing, TimingFailure, median_ratio, rotate, t
 
 SUITE = "decode"
 NUM_HEADS, NUM_HEADS_KV, HEAD_DIM = 32, 8, 128
-PEERS = ("fa3", "sdpa_cudnn", "sdpa_flash", "fa4")
+# READ is no attention but the time to read as many bytes, see `flashdig.kernels.triton.read_bytes`
+PEERS = ("fa3", "sdpa_cudnn", "sdpa_flash", "fa4", READ)
 # schedules of ours: the one that a call gets, and others
 VARIANTS = ("chosen", "even parts")
 # in dense caches of one length every key counts, as for torch's attention, which knows no lengths;
@@ -164,11 +166,24 @@ def _fa3(x: Inputs) -> Call | str:
 
 
 def _fa4(x: Inputs) -> Call | str:
-    if x.page_table is not None or x.seqlens is not None:
-        return "measured on dense caches of one length"
-    from flash_attn.cute import flash_attn_func  # type: ignore[import-not-found]
+    """On Hopper it takes lengths and pages of any size, but does not split the keys of a sequence
+    (it refuses num_splits > 1 there)."""
+    from flash_attn.cute import (  # type: ignore[import-not-found]
+        flash_attn_func,
+        flash_attn_varlen_func,
+    )
 
-    return lambda: flash_attn_func(x.q, x.k, x.v)[0]
+    if x.seqlens is None:
+        return lambda: flash_attn_func(x.q, x.k, x.v)[0]
+    return lambda: flash_attn_varlen_func(
+        x.q, x.k, x.v, seqused_k=x.seqlens, page_table=x.page_table, causal=True
+    )[0]
+
+
+def _read(x: Inputs) -> Call | str:
+    from flashdig.kernels.triton.read_bytes import reader
+
+    return reader(x.k, x.v, x.cache_bytes // 2)
 
 
 def _sdpa(x: Inputs, backend: str) -> Call | str:
@@ -200,6 +215,8 @@ def call_of(name: str, inputs: Inputs) -> Call | str:
             return _fa3(inputs)
         if name == "fa4":
             return _fa4(inputs)
+        if name == READ:
+            return _read(inputs)
         return _sdpa(inputs, name)
     except ImportError as error:
         return f"cannot be imported: {error}"
@@ -249,6 +266,9 @@ def measure(
         if isinstance(call, str):
             continue
         row = rows[name] = _row(cell, cache, inputs, name)
+        if name == READ:
+            row["gate"], calls[name] = "ok", call
+            continue
         try:
             verdict = reference.check(call())
         except Exception as failure:  # a peer that cannot do it must not end the run
@@ -333,7 +353,7 @@ def line_of(rows: Sequence[Mapping[str, Any]]) -> str:
         else:
             words.append(f"{name}: {row.get('notes', row['gate'])[:60]}")
     ours, features = rows[0], rows[0]["features"]
-    timed = [row for row in rows if "ms" in row and row["backend"] != "triton"]
+    timed = [row for row in rows if "ms" in row and row["backend"] not in ("triton", READ)]
     line = f"{features['cell']:>10} {features['cache']:>8}: {'; '.join(words)}"
     if "ms" in ours and timed:
         best = min(timed, key=lambda row: row["ms"])
@@ -361,7 +381,7 @@ def table_of(rows: Sequence[Mapping[str, Any]]) -> str:
         "| --- " * (len(columns) + 1) + "|",
     ]
     for (cell, cache), found in lines.items():
-        best = min(row["ms"] for row in found.values())
+        best = min(row["ms"] for backend, row in found.items() if backend in columns.values())
         words = []
         for backend in columns.values():
             row = found.get(backend, {})
@@ -412,6 +432,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 continue
             print(line_of(found), flush=True)
             rows += found
+    if table := goal_table(rows):
+        print(table, flush=True)
     if given.output is not None:
         append_run(given.output, SUITE, started, rows)
     right = all(row["gate"] == "ok" for row in rows if row["backend"] == "triton")

@@ -136,7 +136,12 @@ def check(size: ModelSize, cell: LoopCell, tokens: int, device: str) -> list[str
 
 
 def measure(
-    cell: LoopCell, size: ModelSize, tokens: int, gate: str, rounds: int
+    cell: LoopCell,
+    size: ModelSize,
+    tokens: int,
+    gate: str,
+    rounds: int,
+    competitors: Sequence[tuple[str, str]] = COMPETITORS,
 ) -> list[dict[str, Any]]:
     """A row for each competitor."""
     model, prompt = make_model(size, "bfloat16", "cuda"), make_prompt(cell, size, "cuda")
@@ -144,10 +149,10 @@ def measure(
     def call(attention: str, cache: str) -> Callable[[], Any]:
         return lambda: generate(model, prompt, attention, cache, tokens)
 
-    calls = {" ".join(one): call(*one) for one in COMPETITORS}
+    calls = {" ".join(one): call(*one) for one in competitors}
     timings = time_rotated(calls, rounds=rounds, target_ms=1.0, clock="host")
     rows = []
-    for (attention, cache), timing in zip(COMPETITORS, timings.values(), strict=True):
+    for (attention, cache), timing in zip(competitors, timings.values(), strict=True):
         head_dim = size.hidden // size.num_heads
         row: dict[str, Any] = {
             "kind": "speed",
@@ -199,6 +204,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=TOKENS)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--cells", nargs="*", help="names such as 1x128; default: all")
+    caches = [cache for _, cache in COMPETITORS[1:]]
+    parser.add_argument("--sdpa-caches", nargs="+", default=caches, choices=caches)
     given = parser.parse_args(arguments)
     names = [cell.name for cell in CELLS]
     if unknown := sorted(set(given.cells or ()) - set(names)):
@@ -211,6 +218,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             append_run(given.output, SUITE, new_run(command, collect(), revision()), rows)
 
     size = ModelSize()
+    competitors = [
+        one for one in COMPETITORS if one[0] == "flashdig" or one[1] in given.sdpa_caches
+    ]
     failures = check(size, CHECKED, given.tokens, "cuda")
     for failure in failures:
         print(f"FAILED {failure}", flush=True)
@@ -227,9 +237,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     keep([tested])
     for cell in CELLS:
         if not given.cells or cell.name in given.cells:
-            found = measure(
-                cell, size, given.tokens, failures[0] if failures else "ok", given.rounds
-            )
+            gate = failures[0] if failures else "ok"
+            found = measure(cell, size, given.tokens, gate, given.rounds, competitors)
             print(line_of(found), flush=True)
             keep(found)
     return 1 if failures else 0

@@ -60,7 +60,7 @@ class MixedCell:
 
 
 CELLS = (MixedCell(32, 512), MixedCell(128, 512), MixedCell(32, 2048))
-PEERS = ("fa3",)
+PEERS = ("fa3", "fa4")
 
 
 class Step:
@@ -122,11 +122,14 @@ def call_of(name: str, step: Step) -> Call | str:
             causal=True,
         )
     try:
-        from flash_attn_interface import (  # type: ignore[import-not-found]
-            flash_attn_with_kvcache,
-        )
+        return _fa3(step) if name == "fa3" else _fa4(step)
     except ImportError as error:
         return f"cannot be imported: {error}"
+
+
+def _fa3(step: Step) -> Call:
+    from flash_attn_interface import flash_attn_with_kvcache  # type: ignore[import-not-found]
+
     return lambda: flash_attn_with_kvcache(
         step.q,
         step.k,
@@ -137,6 +140,22 @@ def call_of(name: str, step: Step) -> Call | str:
         max_seqlen_q=step.cell.chunk,
         causal=True,
     )
+
+
+def _fa4(step: Step) -> Call:
+    """On Hopper it does not split the keys of a sequence."""
+    from flash_attn.cute import flash_attn_varlen_func  # type: ignore[import-not-found]
+
+    return lambda: flash_attn_varlen_func(
+        step.q,
+        step.k,
+        step.v,
+        cu_seqlens_q=step.cu_seqlens_q,
+        max_seqlen_q=step.cell.chunk,
+        seqused_k=step.seqlens,
+        page_table=step.page_table,
+        causal=True,
+    )[0]
 
 
 def measure(cell: MixedCell, names: Sequence[str], steps: int) -> list[dict[str, Any]]:
