@@ -49,6 +49,7 @@ OTHERS = (
     "rounding to fp8",
     "lengths of every kind",
     "packed queries over pages",
+    "a chunk beside tokens that decode",
     "a call that was made before",
 )
 
@@ -125,6 +126,36 @@ def packed_over_pages():
     return None
 
 
+def chunk_beside_decoding():
+    """Two plans: sequences of few rows and of many, one without a query, rows of slack."""
+    from flashdig.kernels.triton import decode_ragged_launch
+
+    decode_ragged_launch.CHUNK_ROWS = 64
+    kinds, launches = [], decode_ragged_launch._launches
+
+    def noted(call, kind, *rest):
+        kinds.append(kind)
+        return launches(call, kind, *rest)
+
+    decode_ragged_launch._launches = noted
+    torch.manual_seed(0)
+    lengths, queries = [70, 100, 33, 90], [1, 3, 0, 40]
+    table = torch.randperm(28).view(4, 7).to(torch.int32)
+    k, v = (torch.randn(28, 16, 2, 16).half() for _ in range(2))
+    q = torch.randn(sum(queries) + 2, 4, 16).half()
+    call = {"cache_seqlens": torch.tensor(lengths, dtype=torch.int32), "page_table": table}
+    call["cu_seqlens_q"] = torch.tensor([0, *queries]).cumsum(0).to(torch.int32)
+    call |= {"causal": True, "window": (60, None), "return_lse": True}
+    found = attention_with_kvcache(q, k, v, **call, backend="triton")
+    if kinds != ["short", "long"]:
+        return f"planned were {kinds}"
+    expected = attention_with_kvcache(q.float(), k.float(), v.float(), **call, backend="reference")
+    for name, a, e in zip(("out", "lse"), found, expected, strict=True):
+        if not torch.allclose(a.float(), e, atol=2e-3):
+            return f"{name} is off by {float((a.float() - e).abs().max()):.3g}"
+    return None
+
+
 def kept():
     """From the third of a kind on, calls are not checked again: the same results, at other
     addresses, and new keys arrive; with another option they take the long way."""
@@ -162,7 +193,7 @@ def kept():
 def main() -> None:
     quicken_interpreter()
     found = {name: conformance(name) for name in CASES}
-    calls = (rounding, ragged, packed_over_pages, kept)
+    calls = (rounding, ragged, packed_over_pages, chunk_beside_decoding, kept)
     found |= {name: call() for name, call in zip(OTHERS, calls, strict=True)}
     json.dump(found, sys.stdout)
 

@@ -16,10 +16,11 @@ from flashdig.kernels.triton.append_kv import append_rows
 from flashdig.kernels.triton.decode_launch import cache_attention
 
 BATCH, HEADS, HEADS_KV, SEQLEN = 2, 8, 2, 4096
-# one call an architecture; together they meet every schedule, cache and dtype
+# together they meet every schedule, cache and dtype; queries: packed, the tokens of each sequence
 CALLS: dict[str, dict[str, Any]] = {
     "sm_80": {"cache": torch.float8_e4m3fn, "dim": 32},
     "sm_90": {"page": 16, "dim": 64, "append": True},
+    "sm_90, mixed": {"page": 16, "dim": 64, "queries": [1, 300]},
     "sm_100": {"dim": 32, "tokens": 64, "invariant": True},
     "sm_120": {"dim": 32, "dtype": torch.float16, "page": 16, "ragged": True},
 }
@@ -29,8 +30,8 @@ def meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def launch(arch: str) -> None:
-    call = CALLS[arch]
+def launch(name: str, arch: str) -> None:
+    call = CALLS[name]
     dtype = call.get("dtype", torch.bfloat16)
     dim, tokens, page = call["dim"], call.get("tokens", 1), call.get("page", 0)
     shape = (64, page) if page else (BATCH, SEQLEN)
@@ -42,24 +43,30 @@ def launch(arch: str) -> None:
         new = meta(BATCH, tokens, HEADS_KV, dim, dtype=dtype)
         turning = (angles, angles, None)
         append_rows(new, k, lengths, table, None, None, turning, None, interleaved=False)
+    queries = call.get("queries")
+    packed = queries is not None
+    rows = (sum(queries),) if packed else (BATCH, tokens)
+    offsets = meta(BATCH + 1, dtype=torch.int32) if packed else None
     cache_attention(
-        meta(BATCH, tokens, HEADS, dim, dtype=dtype), k, v, lengths, None, None, table,
-        *(None,) * 9, softmax_scale=0.1, softcap=0.0, window_left=-1, window_right=0,
+        meta(*rows, HEADS, dim, dtype=dtype), k, v, lengths, None, None, table, None, None,
+        offsets, *(None,) * 6, softmax_scale=0.1, softcap=0.0, window_left=-1, window_right=0,
         top_left=False, allow_tf32=False, seqlen_new=tokens,
-        num_splits=0 if call.get("invariant") else 2,
+        num_splits=0 if call.get("invariant") or packed else 2,
         batch_invariant=call.get("invariant", False), ragged=call.get("ragged"), arch=arch,
     )  # fmt: skip
 
 
-def compiled(arch: str) -> list[dict[str, Any]]:
+def compiled(name: str) -> list[dict[str, Any]]:
+    arch = name.partition(",")[0]
     driver = driver_for(arch)
+    driver.launched.clear()
     triton.runtime.driver.set_active(driver)
     triton.knobs.compilation.listener = driver.note_files
     decode_launch._fp8_hardware = lambda device: arch != "sm_80"
-    launch(arch)
-    names = ("name", "registers", "stack_bytes", "shared_bytes", "opcodes")
-    return [{name: kernel[name] for name in names} for kernel in driver.launched]
+    launch(name, arch)
+    fields = ("name", "registers", "stack_bytes", "shared_bytes", "opcodes")
+    return [{field: kernel[field] for field in fields} for kernel in driver.launched]
 
 
 if __name__ == "__main__":
-    json.dump({arch: compiled(arch) for arch in CALLS}, sys.stdout)
+    json.dump({name: compiled(name) for name in CALLS}, sys.stdout)

@@ -99,6 +99,47 @@ def test_batch_invariance_to_the_bit(page_size) -> None:
     torch.testing.assert_close(whole, out, atol=2e-2, rtol=2e-2)
 
 
+@pytest.mark.parametrize("page_size", [None, 16])
+def test_chunks_beside_decoding_follow_lengths(page_size) -> None:
+    """Two launches that overlap, in a graph: other lengths, other queries, the same bits again."""
+    if page_size is None:
+        k, v, table = randn(12, 4096, 8, 128), randn(12, 4096, 8, 128), None
+    else:
+        k, v, table = paged(12, 4096, page_size, 8, 128)
+    q = randn(900, 32, 128)
+    cu, lengths = (torch.zeros(n, dtype=torch.int32, device="cuda") for n in (13, 12))
+    keywords = {"cache_seqlens": lengths, "page_table": table, "cu_seqlens_q": cu}
+    keywords |= {"causal": True, "return_lse": True}
+
+    def set_step(seed) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        queries = torch.ones(12, dtype=torch.int32)
+        queries[seed % 12], queries[3], queries[8] = 300 + 250 * (seed % 3), seed % 20, 0
+        now = torch.randint(0, 3000, (12,), generator=generator).to(torch.int32)
+        lengths.copy_(now + queries)
+        cu[1:].copy_(queries.cumsum(0))
+
+    set_step(0)
+    attention_with_kvcache(q, k, v, **keywords)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = attention_with_kvcache(q, k, v, **keywords)
+    for seed in range(24):
+        set_step(seed)
+        out.fill_(math.nan)
+        graph.replay()
+        first, first_lse = out.clone(), lse.clone()
+        expected, expected_lse = attention_with_kvcache(q, k, v, **keywords, num_splits=1)
+        torch.testing.assert_close(first, expected, atol=1e-2, rtol=1e-2)
+        torch.testing.assert_close(first_lse, expected_lse, atol=1e-3, rtol=1e-3)
+        for _ in range(5):
+            out.fill_(math.nan)
+            graph.replay()
+            assert torch.equal(out, first)
+            assert torch.equal(lse, first_lse)
+
+
 @pytest.mark.parametrize("heads", [16, 128])
 def test_latent_attention_reads_values_out_of_the_keys(heads) -> None:
     cache = randn(3, 640, 1, 576)

@@ -15,6 +15,7 @@ import triton.language as tl
 from flashdig.kernels.launch import Launch
 from flashdig.kernels.triton.arguments import check_grid
 from flashdig.kernels.triton.decode_arguments import FP8_KINDS, as_bytes
+from flashdig.kernels.triton.launch_order import begin_after
 from flashdig.kernels.triton.paged import cache_row, cached_length, clamped, tile_of_slot
 
 BLOCK_T = 8  # tokens of a program
@@ -25,7 +26,7 @@ _UNSPECIALIZED = [
     "capacity",
     "cache_rows",
     "rotary_rows",
-    *(f"stride_{x}{d}" for x in "xc" for d in "bnh"),
+    *(f"stride_{x}{d}" for x in "xcvw" for d in "bnh"),
     "stride_table",
     "stride_cos",
     "stride_sin",
@@ -91,6 +92,9 @@ def flashdig_append_kv(
     sin_ptr,
     rotary_seqlens_ptr,
     descale_ptr,
+    v_ptr,
+    v_cache_ptr,
+    v_descale_ptr,
     batch,
     seqlen,
     num_heads,
@@ -105,11 +109,21 @@ def flashdig_append_kv(
     stride_cn,
     stride_ch,
     stride_cd,
+    stride_vb,
+    stride_vn,
+    stride_vh,
+    stride_vd,
+    stride_wb,
+    stride_wn,
+    stride_wh,
+    stride_wd,
     stride_table,
     stride_cos,
     stride_sin,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
     BLOCK_T: tl.constexpr,
     PACKED: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -119,9 +133,12 @@ def flashdig_append_kv(
     INTERLEAVED: tl.constexpr,
     X_FP8: tl.constexpr,
     CACHE_FP8: tl.constexpr,
+    ORDER: tl.constexpr,
 ):
-    """Copy rows x, rotated by their positions, into the cache, or (not INTO_CACHE) to a tensor of
-    x's shape; the rows of one sequence are all at one position unless it ADVANCES."""
+    """Copy rows x, rotated by their positions, into the cache, and rows v, as they are, into
+    theirs; or (not INTO_CACHE) rows x to a tensor of x's shape. The rows of one sequence are all at
+    one position unless it ADVANCES."""
+    begin_after(ORDER)
     program = tl.program_id(0)
     head = program % num_heads
     sequence, start, first_x, length = tile_of_slot(
@@ -177,26 +194,42 @@ def flashdig_append_kv(
     if descale_ptr is not None:
         # to the last bit: beside a tie, fp8 shows an error of one place as a whole step
         x = tl.div_rn(x, tl.load(descale_ptr + sequence * num_heads + head))
+    # where rows go: a page or a row of the cache, and a place in it
+    there = inside
+    page = x_batch + token * 0
+    place = first_x + token
     if INTO_CACHE:
         place = begin + token
         if PAGE_SIZE > 0:
             table = table_ptr + sequence.to(tl.int64) * stride_table
             page = tl.load(table + place // PAGE_SIZE, mask=inside, other=0)
             # a wrong page number is dropped: a clamped one would overwrite another sequence
-            wide = wide & ((page >= 0) & (page < cache_rows))[:, None]
-            rows = page.to(tl.int64) * stride_cb + (place % PAGE_SIZE).to(tl.int64) * stride_cn
+            there = inside & (page >= 0) & (page < cache_rows)
+            place = place % PAGE_SIZE
         else:
-            row = cache_row(batch_idx_ptr, sequence, cache_rows).to(tl.int64)
-            rows = row * stride_cb + place.to(tl.int64) * stride_cn
-        rows += head.to(tl.int64) * stride_ch
-    else:
-        rows = x_batch * stride_cb + head.to(tl.int64) * stride_ch
-        rows += (first_x + token).to(tl.int64) * stride_cn
+            page = cache_row(batch_idx_ptr, sequence, cache_rows) + token * 0
+    page, place = page.to(tl.int64), place.to(tl.int64)
+    rows = page * stride_cb + place * stride_cn + head.to(tl.int64) * stride_ch
     tl.store(
         cache_ptr + rows[:, None] + (offs_d * stride_cd)[None, :],
         _to_cache(x, CACHE_FP8, cache_ptr.dtype.element_ty),
-        mask=wide,
+        mask=there[:, None] & (offs_d < HEAD_DIM)[None, :],
     )
+    if v_ptr is not None:
+        offs_dv = tl.arange(0, BLOCK_DV)
+        wide = there[:, None] & (offs_dv < HEAD_DIM_V)[None, :]
+        v_rows = x_batch * stride_vb + head.to(tl.int64) * stride_vh
+        v_rows += (first_x + token).to(tl.int64) * stride_vn
+        v_ptrs = v_ptr + v_rows[:, None] + (offs_dv * stride_vd)[None, :]
+        v = _from_input(tl.load(v_ptrs, mask=wide, other=0), X_FP8)
+        if v_descale_ptr is not None:
+            v = tl.div_rn(v, tl.load(v_descale_ptr + sequence * num_heads + head))
+        rows = page * stride_wb + place * stride_wn + head.to(tl.int64) * stride_wh
+        tl.store(
+            v_cache_ptr + rows[:, None] + (offs_dv * stride_wd)[None, :],
+            _to_cache(v, CACHE_FP8, v_cache_ptr.dtype.element_ty),
+            mask=wide,
+        )
 
 
 def append_rows(
@@ -276,6 +309,7 @@ def _run(
         sin,
         _flat(positions),
         _flat(descale),
+        *(None,) * 3,
     )
     launch = append_launch(
         tensors,
@@ -295,12 +329,17 @@ def append_launch(
     into_cache: bool,
     advances: bool,
     interleaved: bool,
+    order: str = "none",
+    early: bool = False,
 ) -> Launch | None:
     """The launch for the kernel's tensors (fp8 ones are given to it as bytes); None where there is
-    nothing to move. Vectors, and rows of the table and of the angles, are contiguous."""
-    x, target, _, table, _, cu_seqlens, cos, sin, _, _ = tensors
+    nothing to move. Vectors, and rows of the table and of the angles, are contiguous. `order` as in
+    `launch_order`; early: the launch may start before the one ahead has ended."""
+    x, target, _, table, _, cu_seqlens, cos, sin, _, _, v, v_target, _ = tensors
     assert x is not None
     assert target is not None
+    if v is None or v_target is None:  # any numbers
+        v, v_target = x, target
     packed = cu_seqlens is not None
     batch = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     if 0 in (x.numel(), target.numel(), capacity, batch):
@@ -308,8 +347,10 @@ def append_launch(
     num_heads, head_dim = x.shape[-2:]
     seqlen = x.shape[-3]
     slots = seqlen // BLOCK_T + batch if packed else triton.cdiv(seqlen, BLOCK_T) * batch
-    strides_x = (0, *x.stride()) if packed else x.stride()
-    strides_c = (0, *target.stride()) if target.dim() == 3 else target.stride()
+    strides: dict[str, int] = {}
+    for name, one in (("x", x), ("c", target), ("v", v), ("w", v_target)):
+        four = (0, *one.stride()) if one.dim() == 3 else one.stride()
+        strides |= {f"stride_{name}{d}": n for d, n in zip("bnhd", four, strict=True)}
     return Launch(
         flashdig_append_kv,
         check_grid(slots * num_heads),
@@ -320,13 +361,14 @@ def append_launch(
             "capacity": capacity,
             "cache_rows": target.shape[0],
             "rotary_rows": 1 if cos is None else cos.shape[0],
-            **dict(zip((f"stride_x{d}" for d in "bnhd"), strides_x, strict=True)),
-            **dict(zip((f"stride_c{d}" for d in "bnhd"), strides_c, strict=True)),
+            **strides,
             "stride_table": 0 if table is None else table.stride(0),
             "stride_cos": 0 if cos is None else cos.stride(0),
             "stride_sin": 0 if sin is None else sin.stride(0),
             "HEAD_DIM": head_dim,
             "BLOCK_D": triton.next_power_of_2(head_dim),
+            "HEAD_DIM_V": v.shape[-1],
+            "BLOCK_DV": triton.next_power_of_2(v.shape[-1]),
             "BLOCK_T": BLOCK_T,
             "PACKED": packed,
             "PAGE_SIZE": 0 if table is None else target.shape[1],
@@ -336,8 +378,10 @@ def append_launch(
             "INTERLEAVED": interleaved,
             "X_FP8": FP8_KINDS.get(x.dtype, "none"),
             "CACHE_FP8": FP8_KINDS.get(target.dtype, "none"),
+            "ORDER": order,
         },
         num_warps=4,
+        **({"launch_pdl": True} if early else {}),
     )
 
 

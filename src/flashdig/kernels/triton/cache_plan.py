@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -41,21 +42,29 @@ class _Given(NamedTuple):
     k_descale: torch.Tensor | None
     v_descale: torch.Tensor | None
 
-    def appended(self) -> tuple[Tensors, Tensors]:
-        """What `flashdig_append_kv` takes to append keys, and values."""
+    def appended(self) -> Tensors:
+        """What `flashdig_append_kv` takes to append keys and values."""
         where = (self.cache_seqlens, self.page_table, self.cache_batch_idx, self.cu_seqlens_k_new)
         turned = (self.rotary_cos, self.rotary_sin, self.rotary_seqlens)
-        still = (None, None, None)
-        keys = (self.k, self.k_cache, *where, *turned, _scale(self.k, self.k_cache, self.k_descale))
-        return keys, (
-            *(self.v, self.v_cache, *where, *still),
+        scales = (
+            _scale(self.k, self.k_cache, self.k_descale),
             _scale(self.v, self.v_cache, self.v_descale),
         )
+        return (self.k, self.k_cache, *where, *turned, scales[0], self.v, self.v_cache, scales[1])
 
     def rotated(self, out: torch.Tensor) -> Tensors:
         """What it takes to write rotated queries to `out`."""
         turned = (self.rotary_cos, self.rotary_sin, self.rotary_seqlens)
-        return (self.q, out, self.cache_seqlens, None, None, self.cu_seqlens_q, *turned, None)
+        return (
+            self.q,
+            out,
+            self.cache_seqlens,
+            None,
+            None,
+            self.cu_seqlens_q,
+            *turned,
+            *(None,) * 4,
+        )
 
     def attended(self, q: torch.Tensor) -> Tensors:
         """What `cache_attention` takes, with these queries."""
@@ -80,15 +89,15 @@ class CacheOperatorPlan:
         met: whether calls of this kind came more than once.
     """
 
-    __slots__ = ("_appends", "_attention", "_rotate", "makes", "met")
+    __slots__ = ("_append", "_attention", "_rotate", "makes", "met")
 
     counts = False
 
     def __init__(
-        self, attention: CachePlan, appends: Sequence[Launch], rotate: Launch | None, q: Any
+        self, attention: CachePlan, append: Launch | None, rotate: Launch | None, q: Any
     ) -> None:
         self._attention = attention
-        self._appends = tuple(appends)
+        self._append = append
         self._rotate = rotate
         self.met = False
         self.makes = attention.makes
@@ -105,9 +114,8 @@ class CacheOperatorPlan:
         given: Any = _Given(*tensors)  # type: ignore[arg-type]
         q = given.q
         steps: Steps = []
-        if self._appends:
-            moved = given.appended()
-            steps += [(a, _bytes(x)) for a, x in zip(self._appends, moved, strict=True)]
+        if self._append is not None:
+            steps.append((self._append, _bytes(given.appended())))
         if self._rotate is not None:
             *made, q = made
             steps.append((self._rotate, _bytes(given.rotated(q))))
@@ -115,11 +123,9 @@ class CacheOperatorPlan:
 
 
 def _bytes(moved: Tensors) -> Tensors:
-    """The first two, source and target, as the kernel takes fp8."""
-    source, target, *rest = moved
-    assert source is not None
-    assert target is not None
-    return (as_bytes(source), as_bytes(target), *rest)
+    """Sources and targets as the kernel takes fp8."""
+    at = (0, 1, 10, 11)
+    return tuple(as_bytes(x) if n in at and x is not None else x for n, x in enumerate(moved))
 
 
 def plan_cache_operator(
@@ -149,19 +155,23 @@ def plan_cache_operator(
     call = prepared(attended, seqlen_new=0 if k is None else k.shape[-3], **numbers)
     if call.empty or call.copies(attended):
         return None
-    appends: list[Launch | None] = []
-    rotate = None
+    append = rotate = None
+    schedule = schedule_of(call, num_splits, batch_invariant)
     if k is not None:
         settings = {"capacity": call.capacity, "interleaved": rotary_interleaved}
-        for moved in given.appended():
-            appends.append(append_launch(moved, **settings, into_cache=True, advances=True))
+        follows = schedule.ordered and not call.packed  # packed: rows are cleared first
+        if follows:
+            schedule = replace(schedule, follows=True)
+            settings["order"] = "waits"
+        append = append_launch(given.appended(), **settings, into_cache=True, advances=True)
         if given.rotary_cos is not None:
             advances = call.window_left >= 0 or call.window_right >= 0
             rotated = given.rotated(q)
-            rotate = append_launch(rotated, **settings, into_cache=False, advances=advances)
-    known = [launch for launch in appends if launch is not None]
-    if len(known) < len(appends) or (given.rotary_cos is not None and rotate is None):
-        return None
+            rotate = append_launch(
+                rotated, **settings, into_cache=False, advances=advances, early=follows
+            )
+        if append is None or (given.rotary_cos is not None and rotate is None):
+            return None
     dtype = out_dtype or (torch.bfloat16 if q.element_size() == 1 else q.dtype)
-    attention = CachePlan(call, dtype, schedule_of(call, num_splits, batch_invariant))
-    return CacheOperatorPlan(attention, known, rotate, q)
+    attention = CachePlan(call, dtype, schedule)
+    return CacheOperatorPlan(attention, append, rotate, q)

@@ -10,10 +10,11 @@ import triton
 import triton.language as tl
 
 from flashdig.kernels.triton.decode_arguments import UNSPECIALIZED, combine_name
+from flashdig.kernels.triton.launch_order import begin_after
 from flashdig.kernels.triton.paged import tile_of_slot
 from flashdig.kernels.triton.score_terms import LN_2, LOG2_E
 
-HELD = tl.constexpr(4096)  # float32 of parts that a program holds at once
+HELD = tl.constexpr(4096)  # float32 of parts that a program of four warps holds at once
 
 
 @triton.jit
@@ -70,9 +71,10 @@ def join_parts(
     HEAD_DIM_V: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     ROWS: tl.constexpr,
+    HELD: tl.constexpr,
 ):
     """(out [ROWS, BLOCK_DV], lse [ROWS]): a row's parts are rows first [ROWS], first + between, ..
-    of what the programs left."""
+    of what the programs left; HELD float32 of them are asked for at once."""
     AT_ONCE: tl.constexpr = max(4, min(32, HELD // (BLOCK_DV * ROWS)))
     offs_s = tl.arange(0, AT_ONCE)
     offs_dv = tl.arange(0, BLOCK_DV)
@@ -121,8 +123,10 @@ def flashdig_combine(
     GROUP: tl.constexpr,
     PACKED: tl.constexpr,
     SINKS: tl.constexpr,
+    ORDER: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
+    begin_after(ORDER)
     program = tl.program_id(0)
     head_kv = program % num_heads_kv
     slot = (program // num_heads_kv) % slots
@@ -137,7 +141,7 @@ def flashdig_combine(
     first = (slot.to(tl.int64) * num_heads_kv + head_kv) * BLOCK_M + row_of_tile + only
     between = slots.to(tl.int64) * num_heads_kv * BLOCK_M
     out, lse = join_parts(
-        part_ptr, part_lse_ptr, first, between, splits, only == 0, HEAD_DIM_V, BLOCK_DV, 1
+        part_ptr, part_lse_ptr, first, between, splits, only == 0, HEAD_DIM_V, BLOCK_DV, 1, HELD
     )
     heads = head_kv * GROUP + row % GROUP + only
     if SINKS:

@@ -12,6 +12,7 @@ import triton.language as tl
 from flashdig.kernels.triton.combine import store_rows, with_sink
 from flashdig.kernels.triton.decode_arguments import UNSPECIALIZED, decode_name
 from flashdig.kernels.triton.decode_rows import attend_rows
+from flashdig.kernels.triton.launch_order import begin_after
 from flashdig.kernels.triton.paged import key_extent, seen_by_tile, tile_of_slot
 
 
@@ -68,6 +69,7 @@ def flashdig_decode(
     BLOCK_DV: tl.constexpr,
     GROUP: tl.constexpr,
     UNIT: tl.constexpr,
+    ALIKE: tl.constexpr,
     PACKED: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     FP8: tl.constexpr,
@@ -83,10 +85,12 @@ def flashdig_decode(
     SPLIT: tl.constexpr,
     SPLIT_SIZE: tl.constexpr,
     ONE_PHASE: tl.constexpr,
+    ORDER: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
+    begin_after(ORDER)
     program = tl.program_id(0)
     # the heads of a key lie side by side in memory: programs that read them start together
     head_kv = program % num_heads_kv
@@ -172,6 +176,7 @@ def flashdig_decode(
         BLOCK_DV,
         GROUP,
         UNIT,
+        ALIKE,
         PACKED,
         PAGE_SIZE,
         FP8,

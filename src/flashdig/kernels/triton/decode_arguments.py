@@ -177,6 +177,8 @@ class CacheCall:
             "BLOCK_DV": block_of(head_dim_v),
             "GROUP": self.group_size,
             "UNIT": unit,
+            # the strides of rows and pages: one product serves both
+            "ALIKE": k.stride()[:2] == v.stride()[:2],
             "PACKED": self.packed,
             "PAGE_SIZE": self.page_size,
             "FP8": self.fp8(self.k, fp8_hardware),

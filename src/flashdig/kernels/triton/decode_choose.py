@@ -18,6 +18,8 @@ SHARED_BYTES = {
     "sm_100": 227 * 1024,
     "sm_120": 99 * 1024,
 }
+# multiprocessors in the interpreter, and for tensors without memory
+INTERPRETED = 4
 # keys of a split that no batch mate changes: a result's bits depend on it
 INVARIANT_SPLIT = 512
 MAX_SPLITS = 256
@@ -33,6 +35,11 @@ JOINED_ROWS = 8
 PIECES = 8
 # whether the last pieces are shorter than the first
 TAPER = True
+# rows beyond one token of each sequence from which on packed queries are taken to hold a chunk of a
+# prompt
+CHUNK_ROWS = 1024
+# tiles of keys on their way in a chunk's program
+CHUNK_BUFFERS = 2
 # bytes that the parts of one launch may take
 PART_BYTES = 512 * 2**20
 
@@ -129,6 +136,27 @@ def choose_decode_tile(
         most = 2 if two else 4
     resident = max(1, min(most, shared // (fixed + buffers * stage + 4096)))
     return DecodeTile(block_m, block_n, warps, buffers + 1 + 2 * int(paged), resident)
+
+
+@functools.cache
+def choose_chunk_tile(
+    arch: str,
+    element_bytes: int,
+    cache_bytes: int,
+    head_dim: int,
+    head_dim_v: int,
+    *,
+    paged: bool = False,
+) -> DecodeTile:
+    """The tile of a prompt's chunk in a launch of its own; arguments as of `choose_decode_tile`.
+
+    On Hopper two warp groups of 64 rows read each key once for 128.
+    """
+    sizes = (arch, element_bytes, cache_bytes, head_dim, head_dim_v)
+    tile = choose_decode_tile(*sizes, 1024, 1, paged=paged)
+    if arch == "sm_90" and tile.block_m == 64 and max(head_dim, head_dim_v) <= 128:
+        return DecodeTile(128, 64, 8, CHUNK_BUFFERS + 1 + 2 * int(paged))
+    return tile
 
 
 def block_rows(

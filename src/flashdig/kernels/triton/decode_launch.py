@@ -7,7 +7,6 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-import triton
 
 from flashdig.kernels.launch import Launch, allocation, multiprocessors
 from flashdig.kernels.replay import Steps
@@ -17,28 +16,27 @@ from flashdig.kernels.triton.decode import flashdig_decode
 from flashdig.kernels.triton.decode_arguments import CacheCall, as_bytes
 from flashdig.kernels.triton.decode_choose import (
     CROWD,
+    INTERPRETED,
     INVARIANT_SPLIT,
-    JOINED_ROWS,
     LONG_KEYS,
-    MAX_PLANNED_SLOTS,
     MAX_SPLITS,
     PART_BYTES,
-    PIECES,
-    TAPER,
     DecodeTile,
     block_of,
     block_rows,
+    choose_chunk_tile,
     choose_decode_tile,
     choose_splits,
 )
-from flashdig.kernels.triton.decode_plan import COUNTERS, SLOT_FIELDS, flashdig_plan_pieces
-from flashdig.kernels.triton.decode_ragged import flashdig_combine_ragged, flashdig_decode_ragged
+from flashdig.kernels.triton.decode_ragged_launch import (
+    Launches,
+    fits_mixed,
+    may_be_ragged,
+    may_hold_chunks,
+    ragged_launches,
+)
+from flashdig.kernels.triton.launch_order import ORDERED
 from flashdig.kernels.triton.slack import clearing
-
-# multiprocessors in the interpreter, and for tensors without memory
-INTERPRETED = 4
-# (which tensors it takes, the launch), in turn
-Launches = list[tuple[str, Launch]]
 
 
 def cache_attention(
@@ -137,12 +135,18 @@ class Schedule:
     Attributes:
         splits: parts of each sequence's keys; `ragged`: where their lengths are about equal.
         split_size: keys of a part, 0: by their number.
+        ordered: launches start early and wait for one another, see `launch_order`.
+        follows: an ordered launch comes ahead of the first one.
+        chunks: the tile of sequences with many rows, which then are launched apart.
     """
 
     tile: DecodeTile
     splits: int
     split_size: int
     ragged: bool
+    ordered: bool = False
+    chunks: DecodeTile | None = None
+    follows: bool = False
 
 
 def schedule_of(
@@ -154,33 +158,53 @@ def schedule_of(
     arch: str | None = None,
 ) -> Schedule:
     """The schedule of `cache_attention`'s arguments."""
+    chosen = tile is None
+    arch = arch or architecture_of(call.q.device)
     if tile is None:
-        tile = _tile(call, arch or architecture_of(call.q.device), batch_invariant)
+        tile = _tile(call, arch, batch_invariant)
     splits = _splits(call, tile, num_splits, batch_invariant)
+    free = num_splits == 0 and not batch_invariant
+    if chosen and free and ragged is not False and may_hold_chunks(call):
+        mixed = _mixed_schedule(call, arch)
+        if mixed is not None:
+            return mixed
+    ordered = _ordered(call, arch)
     if ragged is None:
-        ragged = num_splits == 0 and not batch_invariant and _may_be_ragged(call, tile, splits)
-    return Schedule(tile, splits, INVARIANT_SPLIT if batch_invariant else 0, ragged)
+        ragged = free and may_be_ragged(call, tile, splits)
+    return Schedule(tile, splits, INVARIANT_SPLIT if batch_invariant else 0, ragged, ordered)
+
+
+def _mixed_schedule(call: CacheCall, arch: str) -> Schedule | None:
+    """Sequences that decode and chunks of prompts apart; None where one tile serves both."""
+    paged = call.page_table is not None
+    chunks = choose_chunk_tile(arch, *_kinds(call), paged=paged)
+    sizes = (call.group_size, call.group_size)
+    tile = choose_decode_tile(arch, *_kinds(call), *sizes, paged=paged, crowded=True, long=True)
+    if chunks.block_m < 4 * tile.block_m or not fits_mixed(call, tile, chunks):
+        return None
+    ordered = _ordered(call, arch) and chunks.block_m == 128
+    return Schedule(tile, 1, 0, True, ordered, chunks)
+
+
+def _ordered(call: CacheCall, arch: str) -> bool:
+    """The interpreter runs one launch after another."""
+    return arch in ORDERED and call.q.device.type != "cpu"
+
+
+def _kinds(call: CacheCall) -> tuple[int, int, int, int]:
+    """Bytes of an element of q, where fp8 is read as float16, and of the cache; head dims."""
+    dims = (call.q.shape[-1], call.v.shape[-1])
+    return max(2, call.q.element_size()), call.k.element_size(), *dims
 
 
 def _tile(call: CacheCall, arch: str, batch_invariant: bool) -> DecodeTile:
     tokens = -(-call.seqlen_q // call.batch) if call.packed else call.seqlen_q
-    head_dims = (call.q.shape[-1], call.v.shape[-1])
-    element_bytes = max(2, call.q.element_size())  # fp8 queries are read as float16
     sizes = (tokens * call.group_size, call.group_size)
-    block_m = block_rows(
-        arch,
-        element_bytes,
-        call.k.element_size(),
-        *head_dims,
-        *sizes,
-        batch_invariant=batch_invariant,
-    )
+    block_m = block_rows(arch, *_kinds(call), *sizes, batch_invariant=batch_invariant)
     tiles = call.slots(block_m) * call.num_heads_kv
     return choose_decode_tile(
         arch,
-        element_bytes,
-        call.k.element_size(),
-        *head_dims,
+        *_kinds(call),
         *sizes,
         paged=call.page_table is not None,
         crowded=tiles >= CROWD * multiprocessors(call.q.device, INTERPRETED),
@@ -213,14 +237,18 @@ class CachePlan:
 
     def __init__(self, call: CacheCall, dtype: torch.dtype, schedule: Schedule) -> None:
         self._fp8 = call.q.element_size() == 1 or call.k.element_size() == 1
-        launches = _ragged_launches if schedule.ragged else _even_launches
-        self._launches, part_rows, planned = launches(call, schedule)
         made = [(call.out_shape, dtype), (call.lse_shape, torch.float32)]
-        if part_rows > 0:
-            width = block_of(call.v.shape[-1])
-            made += [((part_rows, width), torch.float32), ((part_rows,), torch.float32)]
-        if planned > 0:
-            made.append(((planned,), torch.int32))
+        width = block_of(call.v.shape[-1])
+        if schedule.ragged:
+            numbers = call.numbers(_fp8_hardware(call.q.device))
+            self._launches, sizes = ragged_launches(call, schedule, numbers)
+            for part_rows, planned in sizes:
+                made += [((part_rows, width), torch.float32), ((part_rows,), torch.float32)]
+                made.append(((planned,), torch.int32))
+        else:
+            self._launches, part_rows = _even_launches(call, schedule)
+            if part_rows > 0:
+                made += [((part_rows, width), torch.float32), ((part_rows,), torch.float32)]
         self.makes = tuple(allocation(*one, call.q.device) for one in made)
         self._clear_slack = None
         if call.packed:  # slack rows belong to no program
@@ -231,7 +259,9 @@ class CachePlan:
         self, tensors: Sequence[torch.Tensor | None], made: Sequence[torch.Tensor]
     ) -> Steps:
         q, k, v, seqlens, cu_k, cu_new, table, batch_idx, leftpad, cu_q, used_q, *rest = tensors
-        out, lse, part, part_lse, plan = (*made, None, None, None)[:5]
+        out, lse, *planned = (*made, *(None,) * 6)[:8]
+        part, part_lse, plan = planned[:3]
+        chunk_part, chunk_part_lse, chunk_plan = planned[3:]
         if self._fp8:
             q, k, v = (x if x is None else as_bytes(x) for x in (q, k, v))
         lengths = (seqlens, cu_k, cu_new, leftpad)
@@ -243,6 +273,9 @@ class CachePlan:
             "ragged": (q, k, v, out, lse, part, part_lse, plan, *read),
             "join": (part, part_lse, out, lse, sinks, cu_q, used_q),
             "join ragged": (part, part_lse, out, lse, sinks, plan, cu_q, used_q),
+            "plan chunks": (chunk_plan, *lengths, cu_q, used_q),
+            "chunks": (q, k, v, out, lse, chunk_part, chunk_part_lse, chunk_plan, *read),
+            "join chunks": (chunk_part, chunk_part_lse, out, lse, sinks, chunk_plan, cu_q, used_q),
         }
         steps: Steps = []
         if self._clear_slack is not None:
@@ -250,8 +283,8 @@ class CachePlan:
         return steps + [(launch, arguments[kind]) for kind, launch in self._launches]
 
 
-def _even_launches(call: CacheCall, schedule: Schedule) -> tuple[Launches, int, int]:
-    """The launches, how many rows of parts they need, and how many numbers of a plan."""
+def _even_launches(call: CacheCall, schedule: Schedule) -> tuple[Launches, int]:
+    """The launches, and how many rows of parts they need."""
     tile, splits = schedule.tile, schedule.splits
     split = splits > 1 or schedule.split_size > 0
     slots = call.slots(tile.block_m)
@@ -264,6 +297,9 @@ def _even_launches(call: CacheCall, schedule: Schedule) -> tuple[Launches, int, 
     if not call.packed:
         rows_of_tile = min(rows_of_tile, call.seqlen_q * call.group_size)
     launches: Launches = []
+    # one sequence of 8k keys in a dense cache was 2 % slower with a join that starts early
+    joined_early = split and schedule.ordered and call.page_table is not None
+    order = "waits" if joined_early else ("last" if schedule.follows else "none")
     for first_slot in range(0, slots, at_once):
         count = min(at_once, slots - first_slot)
         grid = {"first_slot": first_slot, "slots": count, "splits": splits}
@@ -276,11 +312,13 @@ def _even_launches(call: CacheCall, schedule: Schedule) -> tuple[Launches, int, 
                 "SPLIT": split,
                 "SPLIT_SIZE": schedule.split_size,
                 "ONE_PHASE": schedule.split_size > 0 or tile.block_m < 64,
+                "ORDER": order,
                 "BLOCK_M": tile.block_m,
                 "BLOCK_N": tile.block_n,
                 "NUM_STAGES": tile.num_stages,
             },
             num_warps=tile.num_warps,
+            **({"launch_pdl": True} if schedule.follows and first_slot == 0 else {}),
         )
         launches.append(("even", attend))
         if split:
@@ -292,105 +330,14 @@ def _even_launches(call: CacheCall, schedule: Schedule) -> tuple[Launches, int, 
                 {
                     **{name: numbers[name] for name in (*sizes, *constants)},
                     **grid,
+                    "ORDER": "last" if joined_early else "none",
                     "BLOCK_M": tile.block_m,
                 },
                 num_warps=4,
+                **({"launch_pdl": True} if joined_early else {}),
             )
             launches.append(("join", join))
-    return launches, at_once * rows, 0
-
-
-def _may_be_ragged(call: CacheCall, tile: DecodeTile, splits: int) -> bool:
-    """Several sequences whose lengths the device knows, not too many for a plan and its parts."""
-    several = call.batch > 1 and call.slots(tile.block_m) <= MAX_PLANNED_SLOTS
-    known = call.cache_seqlens is not None or call.cu_seqlens_k is not None
-    rows = _most_pieces(call, tile, splits) * call.num_heads_kv * tile.block_m
-    return several and known and 4 * rows * block_of(call.v.shape[-1]) <= PART_BYTES
-
-
-def _most_pieces(call: CacheCall, tile: DecodeTile, splits: int) -> int:
-    """How many pieces a plan may have for each KV head: the last of the keys may be cut four times
-    as fine as the others, see `flashdig_plan_pieces`."""
-    slots = call.slots(tile.block_m)
-    return max(slots * splits, 2 * _wanted(call) // call.num_heads_kv + 2 * slots)
-
-
-def _wanted(call: CacheCall) -> int:
-    return PIECES * multiprocessors(call.q.device, INTERPRETED)
-
-
-def _ragged_launches(call: CacheCall, schedule: Schedule) -> tuple[Launches, int, int]:
-    """As `_even_launches`."""
-    tile = schedule.tile
-    heads, slots = call.num_heads_kv, call.slots(tile.block_m)
-    pieces = _most_pieces(call, tile, schedule.splits)
-    programs = check_grid(pieces * heads)
-    # where a program holds much of a multiprocessor, those without a piece would cost time; wider
-    # heads leave no registers for it
-    loop = tile.resident <= 2 and max(call.q.shape[-1], call.v.shape[-1]) <= 256
-    if loop:
-        held = tile.resident * multiprocessors(call.q.device, INTERPRETED)
-        programs = min(programs, held)
-    numbers = call.numbers(_fp8_hardware(call.q.device))
-
-    def of_problem(*names: str) -> dict[str, Any]:
-        return {name: numbers[name] for name in names}
-
-    sizes = ("batch", "num_heads_kv", "seqlen_q", "seqlen_new", "capacity", "left", "right")
-    plan = Launch(
-        flashdig_plan_pieces,
-        slots,
-        {
-            **of_problem(*sizes, "GROUP", "PACKED", "TOP_LEFT", "LEFT", "RIGHT"),
-            "slots": slots,
-            "splits": schedule.splits,
-            "wanted": _wanted(call),
-            "TAPER": TAPER,
-            "BLOCK_S": max(128, triton.next_power_of_2(slots)),
-            "BLOCK_M": tile.block_m,
-            "BLOCK_N": tile.block_n,
-        },
-        num_warps=4,
-    )
-    attend = Launch(
-        flashdig_decode_ragged,
-        programs,
-        {
-            **numbers,
-            "slots": slots,
-            "SPLIT": True,
-            "ONE_PHASE": tile.block_m < 64,
-            "LOOP": loop,
-            "BLOCK_M": tile.block_m,
-            "BLOCK_N": tile.block_n,
-            "NUM_STAGES": tile.num_stages,
-        },
-        num_warps=tile.num_warps,
-        # left alone, ptxas takes more than several blocks can have
-        **({"maxnreg": tile.registers} if tile.resident > 2 else {}),
-    )
-    rows = tile.block_m
-    if not call.packed:
-        rows = min(rows, triton.next_power_of_2(call.seqlen_q * call.group_size))
-    at_once = min(rows, JOINED_ROWS, max(1, 1024 // numbers["BLOCK_DV"]))
-    constants = ("HEAD_DIM_V", "BLOCK_DV", "GROUP", "PACKED", "SINKS")
-    join = Launch(
-        flashdig_combine_ragged,
-        check_grid(slots * heads * rows // at_once),
-        {
-            **of_problem("num_heads_kv", "seqlen_q", *constants),
-            "ROWS": at_once,
-            "TILE_ROWS": rows,
-            "BLOCK_M": tile.block_m,
-        },
-        num_warps=4,
-    )
-    launches: Launches = [("plan", plan), ("ragged", attend), ("join ragged", join)]
-    return (
-        launches,
-        pieces * heads * tile.block_m,
-        SLOT_FIELDS.value * slots + COUNTERS.value + pieces,
-    )
+    return launches, at_once * rows
 
 
 def _without_keys(call: CacheCall, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from flashdig.kernels.triton.decode_arguments import UNSPECIALIZED
+from flashdig.kernels.triton.launch_order import begin_after, end_after
 from flashdig.kernels.triton.paged import key_extent, seen_by_tile
 from flashdig.kernels.triton.sequences import _first_row, sequence_span
 
@@ -19,6 +20,8 @@ from flashdig.kernels.triton.sequences import _first_row, sequence_span
 # each piece
 SLOT_FIELDS = tl.constexpr(4)
 COUNTERS = tl.constexpr(2)
+# tiles of rows from which on a sequence is a chunk of a prompt, where those are planned apart
+CHUNK_TILES = tl.constexpr(4)
 
 
 @triton.jit
@@ -31,10 +34,15 @@ def _tiles_of_slots(
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     PACKED: tl.constexpr,
+    KIND: tl.constexpr,
 ):
-    """(sequence, first row, query tokens of the sequence) of a vector of slots, as
-    `paged.tile_of_slot` has them."""
-    if PACKED:
+    """(sequence, first row, query tokens of the sequence) of a vector of slots: as
+    `paged.tile_of_slot` has them, or, of short sequences alone, CHUNK_TILES slots each."""
+    if KIND == "short":
+        sequence = slot // CHUNK_TILES
+        start_row = slot % CHUNK_TILES * BLOCK_M
+        _first, length_q = sequence_span(cu_q_ptr, used_q_ptr, sequence, seqlen_q)
+    elif PACKED:
         sequence = slot * 0
         high = sequence + (batch - 1)
         span = batch
@@ -117,11 +125,16 @@ def flashdig_plan_pieces(
     LEFT: tl.constexpr,
     RIGHT: tl.constexpr,
     TAPER: tl.constexpr,
+    KIND: tl.constexpr,
+    SHORT_ROWS: tl.constexpr,
+    ORDER: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Write the plan; a program writes one slot's part of it."""
+    """Write the plan; a program writes one slot's part of it. KIND "short": of sequences of at most
+    SHORT_ROWS rows alone; "long": of the others; "all" of them."""
+    begin_after(ORDER)
     slot = tl.program_id(0)
     all_slots = tl.arange(0, BLOCK_S)
     sequence, start_row, length_q = _tiles_of_slots(
@@ -133,6 +146,7 @@ def flashdig_plan_pieces(
         GROUP,
         BLOCK_M,
         PACKED,
+        KIND,
     )
     _begin, _end, _offset, tiles = keys_of_tile(
         seqlens_ptr,
@@ -154,6 +168,10 @@ def flashdig_plan_pieces(
         BLOCK_N,
     )
     used = (all_slots < slots) & (start_row < length_q * GROUP)
+    if KIND == "short":
+        used = used & (length_q * GROUP <= SHORT_ROWS)
+    elif KIND == "long":
+        used = used & (length_q * GROUP > SHORT_ROWS)
     tiles = tl.where(used, tiles, 0)
     before = tl.cumsum(tiles.to(tl.int64), 0) - tiles
     total = tl.sum(tiles.to(tl.int64), 0)
@@ -164,7 +182,9 @@ def flashdig_plan_pieces(
     if TAPER:  # the last ones are short, so that all end at about one time
         half = tl.where(before * 2 >= total, tl.cdiv(piece, 2), piece)
         piece = tl.where(before * 5 >= total * 4, tl.cdiv(piece, 4), half)
-    pieces = tl.where(even, tl.minimum(splits, tiles), tl.cdiv(tiles, piece))
+    pieces = tl.cdiv(tiles, piece)
+    if KIND == "all":
+        pieces = tl.where(even, tl.minimum(splits, tiles), pieces)
     own = tl.sum(tl.where(all_slots == slot, pieces, 0), 0)
     first = tl.sum(tl.where(all_slots < slot, pieces, 0), 0)
     fields_ptr = plan_ptr + slot * SLOT_FIELDS
@@ -179,3 +199,4 @@ def flashdig_plan_pieces(
     owner_ptr = counters_ptr + COUNTERS
     for start in tl.range(first, first + own, BLOCK_S):
         tl.store(owner_ptr + start + all_slots, slot, mask=start + all_slots < first + own)
+    end_after(ORDER)

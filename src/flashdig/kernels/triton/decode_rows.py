@@ -44,6 +44,8 @@ def _attend(
     TAIL_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    UNIT: tl.constexpr,
+    ALIKE: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     FP8: tl.constexpr,
     LEFT: tl.constexpr,
@@ -61,8 +63,13 @@ def _attend(
         offs_n = start_n + tl.arange(0, BLOCK_N)
         stored = (offs_n >= key_begin) & (offs_n < key_end)
         page, row = page_slots(table_ptr, offs_n, stored, num_pages, PAGE_SIZE)
-        k_ptrs = k_ptr + (page * stride_kp + row * stride_kn)[:, None] + offs_d[None, :]
-        v_ptrs = v_ptr + (page * stride_vp + row * stride_vn)[:, None] + offs_dv[None, :]
+        # multiplied last: a product of 32-bit numbers is one instruction
+        k_rows = (page * stride_kp + row * stride_kn) * UNIT
+        v_rows = k_rows
+        if not ALIKE:
+            v_rows = (page * stride_vp + row * stride_vn) * UNIT
+        k_ptrs = k_ptr + k_rows[:, None] + offs_d[None, :]
+        v_ptrs = v_ptr + v_rows[:, None] + offs_dv[None, :]
         if MASKED and BLOCK_D <= HEAD_DIM:
             k = tl.load(k_ptrs, mask=stored[:, None], other=0)
         elif MASKED:
@@ -78,7 +85,7 @@ def _attend(
         products = tl.dot(q, tl.trans(k), input_precision=INPUT_PRECISION)
         if TAIL_D > 0:
             offs_t = tl.arange(0, TAIL_D)
-            k_ptrs = k_ptr + (page * stride_kp + row * stride_kn)[:, None]
+            k_ptrs = k_ptr + k_rows[:, None]
             inside = stored[:, None] & (BLOCK_D + offs_t < HEAD_DIM)[None, :]
             k_tail = tl.load(k_ptrs + (BLOCK_D + offs_t)[None, :], mask=inside, other=0)
             k_tail = from_fp8(k_tail, FP8, q.dtype)
@@ -180,6 +187,7 @@ def attend_rows(
     BLOCK_DV: tl.constexpr,
     GROUP: tl.constexpr,
     UNIT: tl.constexpr,
+    ALIKE: tl.constexpr,
     PACKED: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     FP8: tl.constexpr,
@@ -270,10 +278,10 @@ def attend_rows(
                 k_ptr,
                 v_ptr,
                 table_ptr,
-                stride_kb.to(tl.int64) * UNIT,
-                stride_kn.to(tl.int64) * UNIT,
-                stride_vb.to(tl.int64) * UNIT,
-                stride_vn.to(tl.int64) * UNIT,
+                stride_kb.to(tl.int64),
+                stride_kn.to(tl.int64),
+                stride_vb.to(tl.int64),
+                stride_vn.to(tl.int64),
                 cache_rows,
                 alibi_slope,
                 token[:, None],
@@ -293,6 +301,8 @@ def attend_rows(
                 TAIL_D,
                 BLOCK_DV,
                 BLOCK_N,
+                UNIT,
+                ALIKE,
                 PAGE_SIZE,
                 FP8,
                 LEFT,
