@@ -99,6 +99,29 @@ def test_other_tiles(every, block_n, q_buffers) -> None:
     assert_is_attention(out, lse, q, k, v, descales, causal=True)
 
 
+@pytest.mark.parametrize("joint", [False, True])
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (90, 0), (150, 40)])
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(1000, 1000), (130, 900), (700, 300)])
+def test_consumers_that_walk_alone(seqlen_q, seqlen_k, window, joint) -> None:
+    q, k, v, descales = tensors(2, seqlen_q, seqlen_k, 3, 1, 64)
+    for tile in (
+        Fp8Tile(3, 128, 4, 160, q_buffers=2, joint=joint),
+        Fp8Tile(3, 64, 4, 160, joint=joint),
+        Fp8Tile(2, 128, 2, 240, own_walk=False, joint=joint),
+    ):
+        out, lse = attention_forward(
+            *(q, k, v, *[None] * 6, *descales.values()),
+            softmax_scale=0.125,
+            softcap=0.0,
+            window_left=window[0],
+            window_right=window[1],
+            top_left=False,
+            config=tile,
+        )
+        options = {"window": window} if window != (-1, -1) else {}
+        assert_is_attention(out, lse, q, k, v, descales, **options)
+
+
 @pytest.mark.parametrize("out_dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
     "options",

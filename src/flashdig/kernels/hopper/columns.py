@@ -11,7 +11,15 @@ from flashdig.kernels.gluon_api import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from flashdig.kernels.hopper.ring import Ring, release, ring_of, take, wait_until_empty
+from flashdig.kernels.hopper.ring import (
+    Ring,
+    leave_out,
+    release,
+    ring_beside,
+    ring_of,
+    take,
+    wait_until_empty,
+)
 from flashdig.kernels.hopper.rows import load_rows, store_rows
 from flashdig.kernels.hopper.softmax import spread
 
@@ -66,6 +74,19 @@ def new_block_ring(descs, ROWS: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: g
     """Buffers for tiles of ROWS rows of what the descriptors copy."""
     tiles = new_tiles(descs, STAGES, ROWS)
     return BlockRing(ring_of(tiles[0], STAGES, CONSUMERS), tiles)
+
+
+@gluon.jit
+def new_block_ring_beside(descs, ROWS: gl.constexpr, ring):
+    """Buffers that are freed with those of `ring`."""
+    tiles = new_tiles(descs, ring.ring.STAGES, ROWS)
+    return BlockRing(ring_beside(tiles[0], ring.ring), tiles)
+
+
+@gluon.jit
+def leave_out_blocks(ring, step):
+    """Producer: number `step` has no tile; its buffer must be empty."""
+    leave_out(ring.ring, step)
 
 
 @gluon.jit

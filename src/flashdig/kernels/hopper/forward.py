@@ -28,8 +28,10 @@ from flashdig.kernels.gluon_api import (
 from flashdig.kernels.hopper.columns import (
     blocks_of,
     finished_output,
+    leave_out_blocks,
     load_blocks,
     new_block_ring,
+    new_block_ring_beside,
     new_output,
     new_tiles,
     put_blocks,
@@ -92,7 +94,7 @@ def rows_of_queries(place, sizes):
 @gluon.jit
 def _produce(
     q_descs, k_descs, v_descs, q_tiles, q_full, q_empty, keys, values, mail, sizes, terms,
-    lengths, counter_ptr, tiles, CONSUMERS: gl.constexpr,
+    lengths, counter_ptr, tiles, CONSUMERS: gl.constexpr, JOINT: gl.constexpr,
 ):  # fmt: skip
     Q_BUFFERS: gl.constexpr = q_tiles[0].shape[0] // CONSUMERS
     GROUP: gl.constexpr = sizes.GROUP
@@ -129,9 +131,13 @@ def _produce(
                 start_n = (end - 1 - step) * BLOCK_N
                 if step > 0:
                     put_blocks(keys, done + step, k_descs, key_rows, start_n)
-                put_blocks(values, done + step, v_descs, key_rows, start_n)
+                if JOINT and step == 0:  # no values are multiplied in it
+                    leave_out_blocks(values, done)
+                put_blocks(values, done + step + JOINT, v_descs, key_rows, start_n)
+            if JOINT:
+                leave_out_blocks(keys, done + steps)
             count += 1
-            done += steps
+            done += steps + JOINT
         else:
             following = next_program(counter_ptr)
         program = following
@@ -140,7 +146,7 @@ def _produce(
 
 
 @gluon.jit
-def _span(
+def consumer_span(
     sizes, place, terms, CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr,
     OWN_WALK: gl.constexpr,
 ):  # fmt: skip
@@ -172,11 +178,13 @@ def first_scores(
 def _consume(
     out_descs, lse_ptr, slopes_ptr, sinks_ptr, q_tiles, out_tiles, q_full, q_empty, keys, values,
     mail, sizes, terms, CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, OWN_OUTPUT: gl.constexpr,
-    TAKE_TURNS: gl.constexpr, OWN_WALK: gl.constexpr,
+    TAKE_TURNS: gl.constexpr, OWN_WALK: gl.constexpr, JOINT: gl.constexpr,
 ):  # fmt: skip
     Q_BUFFERS: gl.constexpr = q_tiles[0].shape[0] // CONSUMERS
     AHEAD: gl.constexpr = Q_BUFFERS > 1
     TURNS: gl.constexpr = CONSUMERS if TAKE_TURNS else 0
+    # with two buffers Q is not waited for: freed once a tile, not in a step
+    EARLY: gl.constexpr = OWN_OUTPUT and not AHEAD
     GROUP: gl.constexpr = sizes.GROUP
     BLOCK_N: gl.constexpr = keys.tiles[0].shape[1]
     dtype: gl.constexpr = q_tiles[0].dtype
@@ -191,17 +199,17 @@ def _consume(
     place = receive(mail, 0, sizes)
     scores = zeros
     if AHEAD:
-        span = _span(sizes, place, terms, CONSUMER, CONSUMERS, BLOCK_N, OWN_WALK)
+        span = consumer_span(sizes, place, terms, CONSUMER, CONSUMERS, BLOCK_N, OWN_WALK)
         done = gl.where(place.start_m != NO_TILE, span.before, 0)
-        pass_by(keys, values, 0, done, CONSUMER, TURNS)
+        pass_by(keys, values, 0, done, CONSUMER, TURNS, JOINT)
         started = first_scores(
             place, q_tiles, q_full, keys, zeros, count, done, CONSUMER, Q_BUFFERS
         )
         scores = warpgroup_mma_wait(0, deps=(started,))
     while place.start_m != NO_TILE:
-        span = _span(sizes, place, terms, CONSUMER, CONSUMERS, BLOCK_N, OWN_WALK)
+        span = consumer_span(sizes, place, terms, CONSUMER, CONSUMERS, BLOCK_N, OWN_WALK)
         if not AHEAD:
-            pass_by(keys, values, done, span.before, CONSUMER, TURNS)
+            pass_by(keys, values, done, span.before, CONSUMER, TURNS, JOINT)
             done += span.before
             started = first_scores(
                 place, q_tiles, q_full, keys, zeros, count, done, CONSUMER, Q_BUFFERS
@@ -234,38 +242,42 @@ def _consume(
         if problem.RIGHT:
             out, row_max, row_sums, p = walk(
                 (out, row_max, row_sums, p), q_tiles, buffer, q_read, keys, values, zeros, problem,
-                rows, done, 1, right_stop, span, True, OWN_OUTPUT, CONSUMER, TURNS,
+                rows, done, 1, right_stop, span, True, EARLY, CONSUMER, TURNS, JOINT,
             )  # fmt: skip
         p = settled(p)
         out, row_max, row_sums, p = walk(
             (out, row_max, row_sums, p), q_tiles, buffer, q_read, keys, values, zeros, problem,
-            rows, done, right_stop, full_stop, span, False, OWN_OUTPUT, CONSUMER, TURNS,
+            rows, done, right_stop, full_stop, span, False, EARLY, CONSUMER, TURNS, JOINT,
         )  # fmt: skip
         if problem.LEFT:
             p = settled(p)
             out, row_max, row_sums, p = walk(
                 (out, row_max, row_sums, p), q_tiles, buffer, q_read, keys, values, zeros, problem,
-                rows, done, full_stop, steps, span, True, OWN_OUTPUT, CONSUMER, TURNS,
+                rows, done, full_stop, steps, span, True, EARLY, CONSUMER, TURNS, JOINT,
             )  # fmt: skip
-        if OWN_OUTPUT:
+        if EARLY:
             mbarrier.arrive(q_read, count=1, pred=steps == 1)
+        elif OWN_OUTPUT:
+            mbarrier.arrive(q_read, count=1)
 
-        v = take_blocks(values, done + steps - 1)
+        v = take_blocks(values, done + steps - 1 + JOINT)
         out_started = start_output(p, v, out)
         row_max = gl.convert_layout(gl.max(row_max, 1), s_rows)
         factor = row_statistics(
             row_max, row_sums, rows, tile_rows, place, sizes, terms, lse_ptr, sinks_ptr
         )
         out = finished_output(out_started, p)
-        release_blocks(values, done + steps - 1)
-        pass_by(keys, values, done + steps, span.after, CONSUMER, TURNS)
+        release_blocks(values, done + steps - 1 + JOINT)
+        pass_by(keys, values, done + steps + JOINT, span.after, CONSUMER, TURNS, JOINT)
         # the producer sends the next place when all keys of this one are on their way
         following = receive(mail, count + 1, sizes)
-        next_done = done + steps + span.after
+        next_done = done + steps + JOINT + span.after
         if AHEAD:
-            next_span = _span(sizes, following, terms, CONSUMER, CONSUMERS, BLOCK_N, OWN_WALK)
+            next_span = consumer_span(
+                sizes, following, terms, CONSUMER, CONSUMERS, BLOCK_N, OWN_WALK
+            )
             unseen = gl.where(following.start_m != NO_TILE, next_span.before, 0)
-            pass_by(keys, values, next_done, unseen, CONSUMER, TURNS)
+            pass_by(keys, values, next_done, unseen, CONSUMER, TURNS, JOINT)
             next_done += unseen
             started = first_scores(
                 following, q_tiles, q_full, keys, zeros, count + 1, next_done, CONSUMER, Q_BUFFERS
@@ -409,6 +421,7 @@ def flashdig_hopper_forward(
     OWN_OUTPUT: gl.constexpr,
     TAKE_TURNS: gl.constexpr,
     OWN_WALK: gl.constexpr,
+    JOINT: gl.constexpr,
     PACKED: gl.constexpr,
     GROUP: gl.constexpr,
     TOP_LEFT: gl.constexpr,
@@ -430,7 +443,10 @@ def flashdig_hopper_forward(
         mbarrier.init(q_full.index(n), count=1)
         mbarrier.init(q_empty.index(n), count=1)
     keys = new_block_ring(k_descs, BLOCK_N, STAGES, CONSUMERS)
-    values = new_block_ring(v_descs, BLOCK_N, VALUE_STAGES, CONSUMERS)
+    if JOINT:
+        values = new_block_ring_beside(v_descs, BLOCK_N, keys)
+    else:
+        values = new_block_ring(v_descs, BLOCK_N, VALUE_STAGES, CONSUMERS)
     mail = new_mail(CONSUMERS)
     fence_async_shared()
     sizes = Sizes(
@@ -445,27 +461,27 @@ def flashdig_hopper_forward(
         gl.warp_specialize([
             (_consume, (out_descs, lse_ptr, slopes_ptr, sinks_ptr, q_tiles, out_tiles, q_full,
                         q_empty, keys, values, mail, sizes, terms, 0, CONSUMERS, OWN_OUTPUT,
-                        TAKE_TURNS, OWN_WALK)),
+                        TAKE_TURNS, OWN_WALK, JOINT)),
             (_consume, (out_descs, lse_ptr, slopes_ptr, sinks_ptr, q_tiles, out_tiles, q_full,
                         q_empty, keys, values, mail, sizes, terms, 1, CONSUMERS, OWN_OUTPUT,
-                        TAKE_TURNS, OWN_WALK)),
+                        TAKE_TURNS, OWN_WALK, JOINT)),
             (_produce, (q_descs, k_descs, v_descs, q_tiles, q_full, q_empty, keys, values, mail,
                         sizes, terms, (cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_q_ptr,
-                        seqused_k_ptr), counter_ptr, tiles, CONSUMERS)),
+                        seqused_k_ptr), counter_ptr, tiles, CONSUMERS, JOINT)),
         ], [4, 1], [REGISTERS, 24])
     else:
         gl.warp_specialize([
             (_consume, (out_descs, lse_ptr, slopes_ptr, sinks_ptr, q_tiles, out_tiles, q_full,
                         q_empty, keys, values, mail, sizes, terms, 0, CONSUMERS, OWN_OUTPUT,
-                        TAKE_TURNS, OWN_WALK)),
+                        TAKE_TURNS, OWN_WALK, JOINT)),
             (_consume, (out_descs, lse_ptr, slopes_ptr, sinks_ptr, q_tiles, out_tiles, q_full,
                         q_empty, keys, values, mail, sizes, terms, 1, CONSUMERS, OWN_OUTPUT,
-                        TAKE_TURNS, OWN_WALK)),
+                        TAKE_TURNS, OWN_WALK, JOINT)),
             (_consume, (out_descs, lse_ptr, slopes_ptr, sinks_ptr, q_tiles, out_tiles, q_full,
                         q_empty, keys, values, mail, sizes, terms, 2, CONSUMERS, OWN_OUTPUT,
-                        TAKE_TURNS, OWN_WALK)),
+                        TAKE_TURNS, OWN_WALK, JOINT)),
             (_produce, (q_descs, k_descs, v_descs, q_tiles, q_full, q_empty, keys, values, mail,
                         sizes, terms, (cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_q_ptr,
-                        seqused_k_ptr), counter_ptr, tiles, CONSUMERS)),
+                        seqused_k_ptr), counter_ptr, tiles, CONSUMERS, JOINT)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])
     # fmt: on

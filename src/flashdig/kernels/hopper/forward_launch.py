@@ -185,7 +185,7 @@ def worth_grouping(call: Call, tile: Tile) -> bool:
     if call.packed and group != group_rows:
         return False
     block_m = ROWS * tile.consumers
-    rows = max(_rows(call), 1)
+    rows = max(query_rows(call), 1)
     together = triton.cdiv(rows * group_rows, block_m)
     apart = triton.cdiv(rows, block_m) * group
     return together < GROUPED_BELOW * apart
@@ -195,14 +195,14 @@ def _tile(call: Call) -> Tile:
     return tile_of(
         call.head_dim,
         call.head_dim_v,
-        _rows(call),
+        query_rows(call),
         call.window_right >= 0,
         softcap=call.softcap > 0.0,
         alibi=call.alibi_slopes is not None,
     )
 
 
-def _rows(call: Call) -> int:
+def query_rows(call: Call) -> int:
     """Query rows of a sequence; of packed input, on average."""
     return call.seqlen_q // call.batch if call.packed else call.seqlen_q
 
@@ -245,6 +245,7 @@ def numbers_of(call: Call, tile: Tile, group: int) -> dict[str, Any]:
         "OWN_OUTPUT": tile.own_output or not fits_into(call.head_dim_v, call.head_dim),
         "TAKE_TURNS": tile.turns,
         "OWN_WALK": tile.own_walk,
+        "JOINT": int(tile.joint),
         "PACKED": call.packed,
         "GROUP": triton.next_power_of_2(group),
         "TOP_LEFT": call.top_left,

@@ -20,11 +20,14 @@ from flashdig.kernels.hopper.columns import (
 from flashdig.kernels.hopper.forward import (
     ROWS,
 )
-from flashdig.kernels.hopper.ring import as_block_of, ring_of, wait_until_empty
+from flashdig.kernels.hopper.ring import as_block_of, ring_beside, ring_of, wait_until_empty
 
 
 @gluon.jit
-def new_value_ring(descs, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
+def new_value_ring(
+    descs, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, keys,
+    JOINT: gl.constexpr,
+):  # fmt: skip
     if len(descs) == 1:
         tiles = (value_buffers(descs[0], STAGES, BLOCK_N),)
     else:
@@ -32,7 +35,8 @@ def new_value_ring(descs, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS
             value_buffers(descs[0], STAGES, BLOCK_N),
             value_buffers(descs[1], STAGES, BLOCK_N),
         )
-    return BlockRing(ring_of(tiles[0], STAGES, CONSUMERS), tiles)
+    ring = ring_beside(tiles[0], keys.ring) if JOINT else ring_of(tiles[0], STAGES, CONSUMERS)
+    return BlockRing(ring, tiles)
 
 
 @gluon.jit
@@ -99,15 +103,12 @@ def new_output(tiles):
     return out
 
 
-# Bits 7 to 14 of a float16 between 0 and 1.75 are those of the e4m3 number 2^8 times as large,
-# subnormal ones too: half a unit is added, and a byte of twice the bits is the number. Of four
-# elements two results name one pair, two the other, and one of each is taken
+# four values to e4m3, in one register; all four results name it, and one is taken
 _ROUND = gl.constexpr(
-    "{ .reg .b32 low, high; cvt.rn.f16x2.f32 low, $5, $4; cvt.rn.f16x2.f32 high, $7, $6; "
-    "mad.lo.u32 $0, low, 2, 0x00800080; mad.lo.u32 $2, high, 2, 0x00800080; "
-    "mov.b32 $1, $0; mov.b32 $3, $2; }"
+    "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $5, $4; "
+    "cvt.rn.satfinite.e4m3x2.f32 high, $7, $6; mov.b32 $0, {low, high}; "
+    "mov.b32 $1, $0; mov.b32 $2, $0; mov.b32 $3, $0; }"
 )
-_JOIN = gl.constexpr("prmt.b32 $0, $2, $3, 0x7531; mov.b32 $1, $0;")
 
 
 @gluon.jit
@@ -116,40 +117,27 @@ def first(a, b):
 
 
 @gluon.jit
-def rounded(probs, out):
-    """2^8 P as e4m3, two keys a number, every other byte: int32 (rows, keys / 2), for `joined`.
-
-    P lies between 0 and 1.
-    """
-    N: gl.constexpr = probs.shape[1]
-    layout: gl.constexpr = gl.DotOperandLayout(0, out.type.layout, 4)
-    groups = gl.reshape(probs, [ROWS, N // 16, 2, 4, 2])
-    permuted = gl.reshape(gl.permute(groups, (0, 1, 3, 2, 4)), [ROWS, N])
-    words = gl.inline_asm_elementwise(
-        _ROUND, "=&r,=r,=&r,=r,f,f,f,f", [gl.convert_layout(permuted, layout)], dtype=gl.int32,
-        is_pure=True, pack=4,
-    )  # fmt: skip
-    return gl.reduce(gl.reshape(words, [ROWS, N // 2, 2]), 2, first)
-
-
-@gluon.jit
-def joined(pairs):
+def joined(probs, out):
     """P in e4m3, four keys a number: int32 (rows, keys / 4), what a thread holds of an operand A.
 
     Loops would take values of 8 bits apart and join them again in every step, and Triton's wait
     for products does not hold them. Call it behind the wait for the products before: ptxas runs
     products one after the other whose operands are written meanwhile.
     """
-    PAIRS: gl.constexpr = pairs.shape[1]
+    N: gl.constexpr = probs.shape[1]
+    layout: gl.constexpr = gl.DotOperandLayout(0, out.type.layout, 4)
+    groups = gl.reshape(probs, [ROWS, N // 16, 2, 4, 2])
+    permuted = gl.reshape(gl.permute(groups, (0, 1, 3, 2, 4)), [ROWS, N])
     words = gl.inline_asm_elementwise(
-        _JOIN, "=&r,=r,r,r", [pairs], dtype=gl.int32, is_pure=False, pack=2
-    )
-    return gl.reduce(gl.reshape(words, [ROWS, PAIRS // 2, 2]), 2, first)
+        _ROUND, "=&r,=r,=r,=r,f,f,f,f", [gl.convert_layout(permuted, layout)], dtype=gl.int32,
+        is_pure=False, pack=4,
+    )  # fmt: skip
+    return gl.reduce(gl.reshape(words, [ROWS, N // 4, 4]), 2, first)
 
 
 @gluon.jit
 def as_operand(p, out):
-    """What `rounded` returned as operand A of the product that adds to `out`, keys in the order of
+    """What `joined` returned as operand A of the product that adds to `out`, keys in the order of
     `fp8_values`. No instruction: four elements share a register before and after. Impure, so that
     it is not moved between products, which ptxas would then run one after the other."""
     layout: gl.constexpr = gl.DotOperandLayout(0, out.type.layout, 4)

@@ -3,10 +3,9 @@
 What differs from 16 bits:
 
     V             arrives by columns (`fp8_values`), its keys in the order of P's registers
-    P             is rounded to e4m3 after a shift of its exponent: P of a row's maximum is
-                  2^SHIFT, which lies near the end of e4m3's range (448), so that small
+    P             is rounded to e4m3, 2^8 times as large: e4m3 ends at 448, and small
                   probabilities keep more of their bits. Row sums are of what was not rounded; the
-                  shift leaves the output by the division
+                  factor leaves the output by the division
     descales      of Q and K join the factor of the scores, that of V the division
 
 FlashAttention-3 (Shah et al. 2024, section 3.3) has the same scheme, with V transposed in shared
@@ -14,6 +13,8 @@ memory.
 """
 
 from __future__ import annotations
+
+from triton.language.extra.cuda import gdc_wait
 
 from flashdig.kernels.gluon_api import (
     fence_async_shared,
@@ -25,6 +26,7 @@ from flashdig.kernels.gluon_api import (
 )
 from flashdig.kernels.hopper.columns import (
     blocks_of,
+    leave_out_blocks,
     load_blocks,
     new_block_ring,
     new_tiles,
@@ -40,6 +42,7 @@ from flashdig.kernels.hopper.columns import (
 )
 from flashdig.kernels.hopper.forward import (
     ROWS,
+    consumer_span,
     first_scores,
     problem_of,
     row_statistics,
@@ -52,10 +55,9 @@ from flashdig.kernels.hopper.fp8_columns import (
     new_output,
     new_value_ring,
     put_values,
-    rounded,
     start_output,
 )
-from flashdig.kernels.hopper.fp8_softmax import online_softmax
+from flashdig.kernels.hopper.fp8_softmax import P_FACTOR, online_softmax
 from flashdig.kernels.hopper.problem import Terms, final_scores, key_tiles, masked
 from flashdig.kernels.hopper.rows import Rows
 from flashdig.kernels.hopper.schedule import (
@@ -70,10 +72,8 @@ from flashdig.kernels.hopper.schedule import (
     send_end,
 )
 from flashdig.kernels.hopper.softmax import thread_sums
+from flashdig.kernels.hopper.walk import pass_by
 from flashdig.kernels.triton.sequences import first_slot
-
-# what `rounded` multiplies P with
-P_FACTOR = gl.constexpr(2.0**8)
 
 
 @gluon.jit
@@ -110,12 +110,14 @@ def _terms_of(terms, factor, ALIBI: gl.constexpr):
 def _produce(
     q_descs, k_descs, v_descs, q_tiles, q_full, q_empty, keys, values, mail, sizes, terms,
     lengths, counter_ptr, tiles, CONSUMERS: gl.constexpr, VALUE_SLOT: gl.constexpr,
+    JOINT: gl.constexpr,
 ):  # fmt: skip
     Q_BUFFERS: gl.constexpr = q_tiles[0].shape[0] // CONSUMERS
     GROUP: gl.constexpr = sizes.GROUP
     BLOCK_M: gl.constexpr = ROWS * CONSUMERS
     BLOCK_N: gl.constexpr = keys.tiles[0].shape[1]
     program = gl.program_id(0)
+    waited = program < 0
     count = 0  # tiles of queries so far
     done = 0  # tiles of keys so far
     while program < tiles:
@@ -149,14 +151,24 @@ def _produce(
                     following = next_program(counter_ptr)
                 start_n = (end - 1 - step) * BLOCK_N
                 put_blocks(keys, done + step, k_descs, key_rows, start_n)
+                if not waited:  # V^T is of the kernel before
+                    gdc_wait()
+                    waited = True
+                if JOINT and step == 0:
+                    leave_out_blocks(values, done)
                 put_values(
-                    values, done + step, v_descs, value_batch, head_kv, first_value + start_n
-                )
+                    values, done + step + JOINT, v_descs, value_batch, head_kv,
+                    first_value + start_n,
+                )  # fmt: skip
+            if JOINT:
+                leave_out_blocks(keys, done + steps)
             count += 1
-            done += steps
+            done += steps + JOINT
         else:
             following = next_program(counter_ptr)
         program = following
+    if not waited:
+        gdc_wait()
     send_end(mail, count, sizes)
     clear_counter(counter_ptr)
 
@@ -164,7 +176,7 @@ def _produce(
 @gluon.jit
 def _walk(
     state, q_tiles, buffer, keys, values, zeros, problem, rows, done, begin, stop, end,
-    MASKED: gl.constexpr, EVERY: gl.constexpr,
+    MASKED: gl.constexpr, EVERY: gl.constexpr, JOINT: gl.constexpr,
 ):  # fmt: skip
     """Steps begin..stop of the walk; step i meets key tile end - 1 - i. P V lags one step."""
     out, row_max, row_sums, p = state
@@ -176,10 +188,11 @@ def _walk(
         # a view of its own in every step, as in `walk`
         q = tile_at(q_tiles, buffer + (step >> 30))
         scores_started = start_scores(q, k, zeros)
-        v = take_blocks(values, done + step - 1)
+        v = take_blocks(values, done + step - 1 + JOINT)
         out_started = start_output(operand, v, out)
         scores = warpgroup_mma_wait(len(out), deps=(scores_started,))
-        release_blocks(keys, done + step)
+        if not JOINT:
+            release_blocks(keys, done + step)
         start_n = (end - 1 - step) * BLOCK_N
         scores = final_scores(scores, problem, rows, start_n)
         if MASKED:
@@ -187,10 +200,9 @@ def _walk(
         probs, rescale, row_max, row_sums = online_softmax(
             scores, row_max, row_sums, problem.exp_factor, MASKED, EVERY
         )
-        pairs = rounded(probs, out[0])
         out = finished_output(out_started)
-        release_blocks(values, done + step - 1)
-        p = joined(pairs)
+        release_blocks(values, done + step - 1 + JOINT)
+        p = joined(probs, out[0])
         out = scaled_if_needed(out, rescale)
     return out, row_max, row_sums, p
 
@@ -200,11 +212,11 @@ def _consume(
     out_descs, lse_ptr, slopes_ptr, sinks_ptr, q_descale_ptr, k_descale_ptr, v_descale_ptr,
     q_tiles, out_tiles, q_full, q_empty, keys, values, mail, sizes, terms,
     CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, EVERY: gl.constexpr,
+    OWN_WALK: gl.constexpr, JOINT: gl.constexpr,
 ):  # fmt: skip
     Q_BUFFERS: gl.constexpr = q_tiles[0].shape[0] // CONSUMERS
     AHEAD: gl.constexpr = Q_BUFFERS > 1
     GROUP: gl.constexpr = sizes.GROUP
-    BLOCK_M: gl.constexpr = ROWS * CONSUMERS
     BLOCK_N: gl.constexpr = keys.tiles[0].shape[1]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
     s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
@@ -215,12 +227,20 @@ def _consume(
     place = receive(mail, 0, sizes)
     scores = zeros
     if AHEAD:
+        span = consumer_span(sizes, place, terms, CONSUMER, CONSUMERS, BLOCK_N, OWN_WALK)
+        if OWN_WALK:
+            done = gl.where(place.start_m != NO_TILE, span.before, 0)
+            pass_by(keys, values, 0, done, CONSUMER, 0, JOINT)
         started = first_scores(
             place, q_tiles, q_full, keys, zeros, count, done, CONSUMER, Q_BUFFERS
         )
         scores = warpgroup_mma_wait(0, deps=(started,))
     while place.start_m != NO_TILE:
+        span = consumer_span(sizes, place, terms, CONSUMER, CONSUMERS, BLOCK_N, OWN_WALK)
         if not AHEAD:
+            if OWN_WALK:
+                pass_by(keys, values, done, span.before, CONSUMER, 0, JOINT)
+                done += span.before
             started = first_scores(
                 place, q_tiles, q_full, keys, zeros, count, done, CONSUMER, Q_BUFFERS
             )
@@ -234,55 +254,64 @@ def _consume(
         release_blocks(keys, done)
         buffer = CONSUMER * Q_BUFFERS + count % Q_BUFFERS
         problem = problem_of(sizes, place, tile_terms, slopes_ptr)
-        first, full_first, full_end, end = key_tiles(
-            problem, place.start_m // GROUP, BLOCK_M // GROUP, BLOCK_N
-        )
         start_row = place.start_m + CONSUMER * ROWS
         rows = start_row // GROUP + tile_rows // GROUP
 
         # the first tile: nothing to multiply with V yet
-        start_n = (end - 1) * BLOCK_N
+        start_n = (span.end - 1) * BLOCK_N
         scores = masked(final_scores(scores, problem, rows, start_n), problem, rows, start_n)
         no_max = gl.full([ROWS], float("-inf"), gl.float32, s_rows)
         probs, _, row_max, row_sums = online_softmax(
             scores, no_max, thread_sums(zeros), problem.exp_factor, True, 0
         )
         out = new_output(values.tiles)
-        p = joined(rounded(probs, out[0]))
+        p = joined(probs, out[0])
 
-        # masked tiles on the right, whole ones, masked ones on the left; step 0 is done
-        right_stop = gl.maximum(end - full_end, 1)
-        full_stop = gl.maximum(end - full_first, 1)
-        steps = end - first
+        # masked tiles on the right, whole ones, masked ones on the left; step 0 is done. Tiles on
+        # the left that other consumers see are walked as well: none may pass before the last P V
+        steps = span.end - span.first
+        if OWN_WALK:
+            steps += span.after
+        right_stop = gl.maximum(span.end - span.full_end, 1)
+        full_stop = steps
+        if problem.LEFT:
+            full_stop = gl.maximum(span.end - span.full_first, 1)
         if problem.RIGHT:
             out, row_max, row_sums, p = _walk(
                 (out, row_max, row_sums, p), q_tiles, buffer, keys, values, zeros, problem, rows,
-                done, 1, right_stop, end, True, EVERY,
+                done, 1, right_stop, span.end, True, EVERY, JOINT,
             )  # fmt: skip
         out, row_max, row_sums, p = _walk(
             (out, row_max, row_sums, p), q_tiles, buffer, keys, values, zeros, problem, rows,
-            done, right_stop, full_stop, end, False, EVERY,
+            done, right_stop, full_stop, span.end, False, EVERY, JOINT,
         )  # fmt: skip
         if problem.LEFT:
             out, row_max, row_sums, p = _walk(
                 (out, row_max, row_sums, p), q_tiles, buffer, keys, values, zeros, problem, rows,
-                done, full_stop, steps, end, True, EVERY,
+                done, full_stop, steps, span.end, True, EVERY, JOINT,
             )  # fmt: skip
         mbarrier.arrive(q_empty.index(buffer), count=1)
 
-        v = take_blocks(values, done + steps - 1)
+        v = take_blocks(values, done + steps - 1 + JOINT)
         out_started = start_output(as_operand(p, out[0]), v, out)
         following = receive(mail, count + 1, sizes)
+        next_done = done + steps + JOINT
         if AHEAD:
+            if OWN_WALK:
+                next_span = consumer_span(
+                    sizes, following, terms, CONSUMER, CONSUMERS, BLOCK_N, OWN_WALK
+                )
+                unseen = gl.where(following.start_m != NO_TILE, next_span.before, 0)
+                pass_by(keys, values, next_done, unseen, CONSUMER, 0, JOINT)
+                next_done += unseen
             started = first_scores(
-                following, q_tiles, q_full, keys, zeros, count + 1, done + steps, CONSUMER,
-                Q_BUFFERS,
-            )  # fmt: skip
+                following, q_tiles, q_full, keys, zeros, count + 1, next_done, CONSUMER, Q_BUFFERS
+            )
         factor = row_statistics(
-            row_max, row_sums, rows, tile_rows, place, sizes, terms, lse_ptr, sinks_ptr
+            row_max, row_sums / P_FACTOR, rows, tile_rows, place, sizes, terms, lse_ptr, sinks_ptr
         ) * (v_descale / P_FACTOR)
         out = finished_output(out_started, len(q_tiles) if AHEAD else 0)
-        release_blocks(values, done + steps - 1)
+        release_blocks(values, done + steps - 1 + JOINT)
         out = scaled(out, factor)
 
         # rows past the last one are not written
@@ -294,7 +323,7 @@ def _consume(
         if AHEAD:
             scores = warpgroup_mma_wait(0, deps=(started,))
         count += 1
-        done += steps
+        done = next_done
         place = following
     wait_for_tile_stores(0)
 
@@ -378,6 +407,8 @@ def flashdig_hopper_fp8_forward(
     REGISTERS: gl.constexpr,
     Q_BUFFERS: gl.constexpr,
     EVERY: gl.constexpr,
+    OWN_WALK: gl.constexpr,
+    JOINT: gl.constexpr,
     PACKED: gl.constexpr,
     GROUP: gl.constexpr,
     TOP_LEFT: gl.constexpr,
@@ -398,7 +429,7 @@ def flashdig_hopper_fp8_forward(
         mbarrier.init(q_full.index(n), count=1)
         mbarrier.init(q_empty.index(n), count=1)
     keys = new_block_ring(k_descs, BLOCK_N, STAGES, CONSUMERS)
-    values = new_value_ring(v_descs, BLOCK_N, STAGES, CONSUMERS)
+    values = new_value_ring(v_descs, BLOCK_N, STAGES, CONSUMERS, keys, JOINT)
     mail = new_mail(CONSUMERS)
     fence_async_shared()
     sizes = Sizes(
@@ -413,27 +444,29 @@ def flashdig_hopper_fp8_forward(
         gl.warp_specialize([
             (_consume, (out_descs, lse_ptr, slopes_ptr, sinks_ptr, q_descale_ptr, k_descale_ptr,
                         v_descale_ptr, q_tiles, out_tiles, q_full, q_empty, keys, values, mail,
-                        sizes, terms, 0, CONSUMERS, EVERY)),
+                        sizes, terms, 0, CONSUMERS, EVERY, OWN_WALK, JOINT)),
             (_consume, (out_descs, lse_ptr, slopes_ptr, sinks_ptr, q_descale_ptr, k_descale_ptr,
                         v_descale_ptr, q_tiles, out_tiles, q_full, q_empty, keys, values, mail,
-                        sizes, terms, 1, CONSUMERS, EVERY)),
+                        sizes, terms, 1, CONSUMERS, EVERY, OWN_WALK, JOINT)),
             (_produce, (q_descs, k_descs, v_descs, q_tiles, q_full, q_empty, keys, values, mail,
                         sizes, terms, (cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_q_ptr,
-                        seqused_k_ptr), counter_ptr, tiles, CONSUMERS, VALUE_SLOT)),
+                        seqused_k_ptr), counter_ptr, tiles, CONSUMERS, VALUE_SLOT,
+                        JOINT)),
         ], [4, 1], [REGISTERS, 24])
     else:
         gl.warp_specialize([
             (_consume, (out_descs, lse_ptr, slopes_ptr, sinks_ptr, q_descale_ptr, k_descale_ptr,
                         v_descale_ptr, q_tiles, out_tiles, q_full, q_empty, keys, values, mail,
-                        sizes, terms, 0, CONSUMERS, EVERY)),
+                        sizes, terms, 0, CONSUMERS, EVERY, OWN_WALK, JOINT)),
             (_consume, (out_descs, lse_ptr, slopes_ptr, sinks_ptr, q_descale_ptr, k_descale_ptr,
                         v_descale_ptr, q_tiles, out_tiles, q_full, q_empty, keys, values, mail,
-                        sizes, terms, 1, CONSUMERS, EVERY)),
+                        sizes, terms, 1, CONSUMERS, EVERY, OWN_WALK, JOINT)),
             (_consume, (out_descs, lse_ptr, slopes_ptr, sinks_ptr, q_descale_ptr, k_descale_ptr,
                         v_descale_ptr, q_tiles, out_tiles, q_full, q_empty, keys, values, mail,
-                        sizes, terms, 2, CONSUMERS, EVERY)),
+                        sizes, terms, 2, CONSUMERS, EVERY, OWN_WALK, JOINT)),
             (_produce, (q_descs, k_descs, v_descs, q_tiles, q_full, q_empty, keys, values, mail,
                         sizes, terms, (cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_q_ptr,
-                        seqused_k_ptr), counter_ptr, tiles, CONSUMERS, VALUE_SLOT)),
+                        seqused_k_ptr), counter_ptr, tiles, CONSUMERS, VALUE_SLOT,
+                        JOINT)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])
     # fmt: on

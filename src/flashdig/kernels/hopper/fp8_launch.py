@@ -12,6 +12,7 @@ from flashdig.kernels.hopper.descriptors import taken_by_tma, tiles_of, values_b
 from flashdig.kernels.hopper.forward_launch import (
     ROWS,
     numbers_of,
+    query_rows,
     tiles_of_queries,
     worth_grouping,
 )
@@ -117,6 +118,7 @@ class _Fp8Plan:
         tile = config or tile_of(
             call.head_dim,
             call.head_dim_v,
+            query_rows(call),
             call.window_right >= 0,
             two_only=call.softcap > 0.0 or call.alibi_slopes is not None,
         )
@@ -155,6 +157,7 @@ class _Fp8Plan:
             {**numbers, "VALUE_SLOT": slot, "EVERY": tile.every},
             tiles,
             num_warps=4,
+            launch_pdl=True,  # it begins while V is turned, and waits for it
         )
 
     def __call__(self, *tensors: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,7 +1,6 @@
 """Online softmax of the fp8 forward. Device code.
 
-P of a row's maximum is exactly 1, so the largest P is never off; `fp8_columns.rounded` takes it as
-2^8 in e4m3.
+P of a row's maximum is exactly 2^8, so the largest P is never off.
 """
 
 import struct
@@ -21,6 +20,10 @@ _HALF, _WHOLE_REACH, _OF_REACH = _hex(0.5), _hex(2.0 * _REACH), _hex(0.5 / _REAC
 _TO_WHOLE = _hex(1.5 * 2.0**23)  # added, it leaves no fraction
 # of 2^x between -1/2 and 1/2, within 0.0018 of it, times 2^-_REACH
 _SQUARE, _LINEAR, _CONSTANT = (_hex(x * 2.0**-_REACH) for x in (0.23842768, 0.70344865, 1.00044327))
+
+# P of a row's maximum is 2^8: e4m3 ends at 448
+P_BITS = gl.constexpr(8.0)
+P_FACTOR = gl.constexpr(2.0**8)
 
 
 @gluon.constexpr_function
@@ -101,7 +104,7 @@ def online_softmax(
     shift = new_max
     if GUARD:
         shift = gl.where(new_max == float("-inf"), 0.0, new_max)
-    probs = powers(scores, shift, factor, 0 if GUARD else EVERY)
+    probs = powers(scores, shift - P_BITS, factor, 0 if GUARD else EVERY)
     rescale = gl.exp2(row_max - shift)
     sums = thread_sums(probs)
     sums_rescale = gl.convert_layout(rescale, gl.SliceLayout(1, sums.type.layout))

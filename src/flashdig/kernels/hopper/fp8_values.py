@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from flashdig.kernels.launch import Launch
 from flashdig.kernels.triton.arguments import Call, check_grid
@@ -99,8 +100,14 @@ def flashdig_fp8_values_by_column(
     TOP_LEFT: tl.constexpr,
     LEFT: tl.constexpr,
     RIGHT: tl.constexpr,
+    LEADS: tl.constexpr,
 ):
-    """BLOCK keys of one head. Strides and `columns` (keys of a row of V^T) are in 16 bytes."""
+    """BLOCK keys of one head. Strides and `columns` (keys of a row of V^T) are in 16 bytes.
+
+    LEADS: the kernel after it may begin at once; it waits before it reads V^T.
+    """
+    if LEADS:
+        gdc_launch_dependents()
     WORDS: tl.constexpr = HEAD_DIM_V // 4
     BLOCK_WORDS: tl.constexpr = triton.next_power_of_2(WORDS)
     v_ptr = v_ptr.to(tl.pointer_type(tl.uint32), bitcast=True)
@@ -206,6 +213,7 @@ def by_column(call: Call, block: int, num_warps: int = 4) -> Launch:
             "TOP_LEFT": call.top_left,
             "LEFT": call.window_left >= 0,
             "RIGHT": call.window_right >= 0,
+            "LEADS": v.device.type != "cpu",
         },
         num_warps=num_warps,
     )

@@ -52,6 +52,22 @@ def ring_of(tiles, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
 
 
 @gluon.jit
+def ring_beside(tiles, ring):
+    """A ring of buffers that are freed with those of `ring`: number n of both at once."""
+    barrier: gl.constexpr = mbarrier.MBarrierLayout()
+    full = gl.allocate_shared_memory(gl.int64, [ring.STAGES, 1], barrier)
+    for stage in gl.static_range(ring.STAGES):
+        mbarrier.init(full.index(stage), count=1)
+    return Ring(tiles, full, ring.empty, ring.STAGES)
+
+
+@gluon.jit
+def leave_out(ring, step):
+    """Producer: number `step` has no tile; its buffer must be empty."""
+    mbarrier.arrive(ring.full.index(step % ring.STAGES), count=1)
+
+
+@gluon.jit
 def as_block_of(tile, desc):
     """A (rows, columns) tile as the descriptor's (1, 1, rows, columns)."""
     return reinterpreted(tile, desc.dtype, desc.block_type.shape, desc.layout)

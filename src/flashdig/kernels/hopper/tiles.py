@@ -26,6 +26,8 @@ class Tile:
         turns: the consumers take turns at issuing their products.
         own_walk: a consumer leaves out the block's tiles of keys that its own rows do not see.
         value_stages: buffers of V: keys are freed earlier in a step than values.
+        joint: keys of a step and values of the one before are freed at once, with as many buffers.
+            A warpgroup meets before and after it frees something.
     """
 
     consumers: int
@@ -37,13 +39,14 @@ class Tile:
     turns: bool = False
     own_walk: bool = True
     value_stages: int = 0
+    joint: bool = False
 
 
 # 128 keys of a block's 128 rows are seen by both consumers, so none has a walk of its own
-_TWO_64 = Tile(2, 128, 4, 240, q_buffers=2, own_output=True, own_walk=False)
-_TWO_TURNS_64 = Tile(2, 128, 4, 240, q_buffers=2, own_output=True, own_walk=False, turns=True)
-_THREE_64 = Tile(3, 64, 8, 160, q_buffers=2, own_output=True)
-_TURNS_64 = Tile(3, 64, 8, 160, q_buffers=2, own_output=True, turns=True)
+_TWO_64 = Tile(2, 128, 4, 240, q_buffers=2, own_output=True, own_walk=False, joint=True)
+_TWO_TURNS_64 = replace(_TWO_64, turns=True)
+_THREE_64 = Tile(3, 64, 8, 160, q_buffers=2, own_output=True, joint=True)
+_TURNS_64 = replace(_THREE_64, turns=True)
 _TWO_96 = Tile(2, 128, 2, 240, own_output=True, own_walk=False)
 _TURNS_96 = Tile(3, 64, 6, 160, own_output=True, turns=True)
 _TWO_128 = Tile(2, 64, 4, 240, q_buffers=2, own_output=True)

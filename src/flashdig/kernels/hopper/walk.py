@@ -64,14 +64,18 @@ def span_of(
 
 
 @gluon.jit
-def pass_by(keys, values, begin, count, CONSUMER: gl.constexpr, TURNS: gl.constexpr):
+def pass_by(
+    keys, values, begin, count, CONSUMER: gl.constexpr, TURNS: gl.constexpr, JOINT: gl.constexpr
+):
     """Lets `count` tiles of keys and values from number `begin` on pass unread.
 
     TURNS: consumers that take turns, or 0.
+    JOINT: 1 where keys and values of a number are freed at once, else 0.
     """
     for step in range(begin, begin + count):
         take_blocks(keys, step)
-        release_blocks(keys, step)
+        if not JOINT:
+            release_blocks(keys, step)
         take_blocks(values, step)
         release_blocks(values, step)
         if TURNS > 0:
@@ -92,6 +96,7 @@ def settled(p):
 def walk(
     state, q_tiles, buffer, q_read, keys, values, zeros, problem, rows, done, begin, stop, span,
     MASKED: gl.constexpr, EARLY: gl.constexpr, CONSUMER: gl.constexpr, TURNS: gl.constexpr,
+    JOINT: gl.constexpr,
 ):  # fmt: skip
     """Steps begin..stop of a span; step i meets key tile span.end - 1 - i. P V lags one step.
 
@@ -101,6 +106,8 @@ def walk(
         q_read: the barrier to arrive at when the last step has read Q, where EARLY.
         done: tiles of keys that passed before this span.
         TURNS: consumers that take turns, or 0.
+        JOINT: 1 where values have the number of the step that multiplies with them and are freed
+            with its keys, else 0.
     """
     out, row_max, row_sums, p = state
     BLOCK_N: gl.constexpr = zeros.shape[1]
@@ -112,12 +119,13 @@ def walk(
         # a view of its own in every step: else ptxas 12.8 sets its descriptor up in one walk alone
         q = tile_at(q_tiles, buffer + (step >> 30))
         scores_started = start_scores(q, k, zeros)
-        v = take_blocks(values, done + step - 1)
+        v = take_blocks(values, done + step - 1 + JOINT)
         out_started = start_output(p, v, out)
         if TURNS > 0:
             give_turn(CONSUMER, TURNS)
         scores = warpgroup_mma_wait(len(out), deps=(scores_started,))
-        release_blocks(keys, done + step)
+        if not JOINT:
+            release_blocks(keys, done + step)
         if EARLY:
             mbarrier.arrive(q_read, count=1, pred=step == last)
         start_n = (span.end - 1 - step) * BLOCK_N
@@ -129,7 +137,7 @@ def walk(
         )
         p_next = gl.convert_layout(p_next, p.type.layout)
         out = finished_output(out_started, p)
-        release_blocks(values, done + step - 1)
+        release_blocks(values, done + step - 1 + JOINT)
         p = p_next
         out = scaled_if_needed(out, rescale)
     return out, row_max, row_sums, p
