@@ -1,28 +1,52 @@
 """The Hopper backward compiled without a GPU: its instructions, no serialised products, and loops
 whose registers stay registers.
 
-What spills is kept outside the loops over rows: a few numbers of a tile of keys.
+What spills is kept outside the loops over rows: a few numbers of a tile of keys, and at most two of
+them are read inside, in a step that masks.
 """
 
 import pytest
 
 from flashdig.evidence.offline import Request, compile_exhibits
 from flashdig.evidence.ptxas import run_ptxas
+from flashdig.evidence.sass import loops, parse_sass
 from flashdig.problem import AttentionProblem
 from flashdig.readers.kernel_names import decode
 
 CAUSAL = AttentionProblem.dense(2, 4, 1024, 128, num_heads_kv=2, causal=True)
+FULL = AttentionProblem.dense(2, 4, 1024, 128)
+NARROW = AttentionProblem.dense(2, 4, 1024, 64, causal=True)
+SHORT = AttentionProblem.dense(2, 4, 512, 64, causal=True)
 WIDE = AttentionProblem.dense(2, 4, 1024, 256).replace(packed=True)
 # name, problem -> the kernels' parts, tiles, the most bytes of stack, and the mbarriers: one that
 # is made and not used lies under other buffers
 WANTED = [
-    ("hopper:backward", CAUSAL, [("backward", (64, 128), 256, 12)]),
+    ("hopper:backward", CAUSAL, [("backward", (64, 128), 128, 10)]),
+    ("hopper:backward", FULL, [("backward", (64, 128), 128, 8)]),
+    ("hopper:backward", NARROW, [("backward", (128, 128), 128, 10)]),
+    ("hopper:backward", SHORT, [("backward", (64, 128), 0, 14)]),
     (
         "hopper:backward_deterministic",
         WIDE,
         [("backward_dkdv", (64, 64), 64, 6), ("backward_dq", (128, 32), 32, 10)],
     ),
 ]
+
+
+def spilled_in_product_loops(listing: str) -> int:
+    """Accesses to local memory in the innermost loops that multiply matrices."""
+    multiplying = {}
+    for loop in loops(parse_sass(listing)):
+        opcodes = {i.address: i.opcode for i in loop.instructions}
+        if any(opcode.startswith("HGMMA") for opcode in opcodes.values()):
+            multiplying[loop.head] = opcodes
+    assert multiplying
+    return sum(
+        opcode.startswith(("LDL", "STL"))
+        for loop in multiplying.values()
+        if not any(other.keys() < loop.keys() for other in multiplying.values())
+        for opcode in loop.values()
+    )
 
 
 @pytest.mark.newest
@@ -44,6 +68,7 @@ def test_instructions_products_and_registers() -> None:
                 assert kernel.count(instruction), (instruction, where)
             # dQ is added by vector reductions, or not at all
             assert bool(kernel.count("REDG")) == fused, where
+            assert not fused or spilled_in_product_loops(kernel.listing) <= 2, where
             assert run_ptxas(kernel.ptx, kernel.options).warnings == (), where
             read = decode(kernel.name)
             assert (read.role, read.tile) == ("attention_backward", tile), where

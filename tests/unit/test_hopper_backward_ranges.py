@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from flashdig.kernels.hopper.backward_launch import TILES, Call, _main
+from flashdig.kernels.hopper.backward_launch import TILES, Call, Launches, _main
 from flashdig.kernels.hopper.backward_operator import live_ranges
 
 
@@ -46,3 +46,25 @@ def test_blocks_walk_several_tiles_of_keys(head_dim, seqlen, right, programs):
     numbers = {"softmax_scale": 1.0, "softcap": 0.0, "window_left": -1, "window_right": right}
     call = Call(q, None, q, q, q, None, q, lse, **numbers)
     assert _main(call, True, q, q, TILES[head_dim])._programs == programs
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "seqlen", "heads_kv", "right", "expected"),
+    [
+        (64, 512, 8, 0, (64, 2)),  # a tile of keys meets few rows
+        (64, 1024, 8, 0, (128, 2)),
+        (64, 512, 4, 0, (128, 2)),  # twice as many, of two heads
+        (64, 512, 8, -1, (128, 2)),
+        (128, 4096, 8, 0, (64, 2)),
+        (128, 4096, 8, -1, (64, 1)),
+    ],
+)
+def test_rows_of_a_tile_and_buffers_of_keys(head_dim, seqlen, heads_kv, right, expected):
+    q = torch.empty(2, seqlen, 8, head_dim, dtype=torch.bfloat16, device="meta")
+    k = torch.empty(2, seqlen, heads_kv, head_dim, dtype=torch.bfloat16, device="meta")
+    lse = torch.empty(2, 8, seqlen, device="meta")
+    numbers = {"softmax_scale": 1.0, "softcap": 0.0, "window_left": -1, "window_right": right}
+    made = Launches(Call(q, None, q, k, k, None, q, lse, **numbers), q, k, k)
+    names = made._main._kernel.arg_names[-len(made._main._rest) :]
+    constants = dict(zip(names, made._main._rest, strict=True))
+    assert (constants["BLOCK_M"], constants["KEY_TILES"]) == expected

@@ -31,13 +31,23 @@ PADDED_ROWS = 128
 # 16-bit elements in 16 bytes: strides are multiples of it
 UNIT = 8
 # width of the tiles -> (rows of a tile, buffers of them, whether the next S^T is started early,
-# whether dQ of a step is made in the next); a narrower head_dim or head_dim_v arrives padded with
-# zeros
-TILES = {64: (128, 3, False, True), 128: (64, 3, False, True), 256: (64, 2, False, False)}
-# the same where dQ is made apart
-DKDV_TILES = {64: (128, 3, False, False), 128: (64, 3, True, False), 256: (64, 2, False, False)}
+# whether dQ of a step is made in the next, buffers of K and V); a narrower head_dim or head_dim_v
+# arrives padded with zeros
+TILES = {
+    64: (128, 2, False, True, 2),
+    128: (64, 3, False, True, 1),
+    256: (64, 2, False, False, 1),
+}
+# the same under a causal mask: tiles of keys are short, and the next one's K and V count for more
+# than a third buffer of rows
+CAUSAL_TILES = {**TILES, 128: (64, 2, False, True, 2)}
+# and where a tile of keys meets few rows
+SHORT_TILES = {**CAUSAL_TILES, 64: (64, 4, False, True, 2)}
+SHORT_ROWS = 512
+# where dQ is made apart
+DKDV_TILES = {**TILES, 64: (128, 3, False, False, 2), 128: (64, 3, True, False, 2)}
 # with softcap or ALiBi 128 rows would spill
-SCALED_TILES = {**TILES, 64: (64, 3, True, False)}
+SCALED_TILES = {**TILES, 64: (64, 3, True, False, 2)}
 # width -> (keys of a tile, buffers of K, buffers of V) of dQ's own kernel
 DQ_TILES = {64: (128, 2, 2), 128: (128, 2, 2), 256: (32, 2, 2)}
 # widths of the kernel of `backward_wide`, whose tiles have 64 rows and 64 keys
@@ -140,6 +150,12 @@ class Call:
         return self.width not in WIDE and (causal or self.packed)
 
     @property
+    def short(self) -> bool:
+        """A tile of keys meets few rows; of packed input, on average."""
+        rows = self.seqlen_q // (self.batch if self.packed else 1)
+        return rows * self.group_size <= SHORT_ROWS
+
+    @property
     def scaled(self) -> bool:
         """Scores are more than scaled products."""
         return self.softcap > 0.0 or self.alibi_slopes is not None
@@ -204,7 +220,7 @@ def hopper_backward(
     delta: torch.Tensor | None = None,
     *,
     dq_apart: bool = False,
-    tiles: tuple[int, int, bool, bool] | None = None,
+    tiles: tuple[int, int, bool, bool, int] | None = None,
     dq_tiles: tuple[int, int, int] | None = None,
 ) -> None:
     """Write the gradients of a call.
@@ -249,7 +265,7 @@ class Launches:
         dv: torch.Tensor | None,
         *,
         dq_apart: bool = False,
-        tiles: tuple[int, int, bool, bool] | None = None,
+        tiles: tuple[int, int, bool, bool, int] | None = None,
         dq_tiles: tuple[int, int, int] | None = None,
     ) -> None:
         device = call.q.device
@@ -257,6 +273,8 @@ class Launches:
         table = TILES if with_sums else DKDV_TILES
         if call.scaled:
             table = SCALED_TILES
+        elif call.window_right >= 0 and with_sums:
+            table = SHORT_TILES if call.short else CAUSAL_TILES
         tiles = tiles or table[call.width]
         # log-sum-exp in units of log2, and delta, padded; the number of the next tile of keys; sums
         # of dQ; the last two start as zeros. One buffer, since allocating costs the host more than
@@ -338,17 +356,19 @@ def _main(
     with_sums: bool,
     dk: torch.Tensor,
     dv: torch.Tensor,
-    tiles: tuple[int, int, bool, bool],
+    tiles: tuple[int, int, bool, bool, int],
 ) -> Launch:
-    block_m, stages, ahead, late = tiles
+    block_m, stages, ahead, late, key_tiles = tiles
     wide = call.width in WIDE
-    block_n, of_consumer = (64, 64) if wide else (BLOCK_N, BLOCK_N // 2)
+    block_n, columns = (64, call.width) if wide else (BLOCK_N, 64)
     num_heads_kv = call.k.shape[-2]
     row_bytes = call.width * (2 * call.q.element_size() + (4 if with_sums else 0))
     head_bytes = call.seqlen_q * row_bytes * call.group_size
     programs = call.programs(call.seqlen_k, block_n, num_heads_kv)
     if not wide:  # blocks walk several tiles of keys
         programs = min(programs, multiprocessors(call.q.device))
+        # K, V and their gradients pass through L2 too
+        head_bytes += call.seqlen_k * call.width * 4 * call.q.element_size()
     statistics = _statistics(call, block_m)
     return _launch(
         flashdig_hopper_backward_wide if wide else flashdig_hopper_backward,
@@ -359,8 +379,8 @@ def _main(
             "dout_desc": _tiles(call.grad_out, block_m, call.width),
             "k_desc": _tiles(call.k, block_n, call.width),
             "v_desc": _tiles(call.v, block_n, call.width),
-            "dk_desc": _tiles(dk, of_consumer, call.width),
-            "dv_desc": _tiles(dv, of_consumer, call.width),
+            "dk_desc": _tiles(dk, 64, columns),
+            "dv_desc": _tiles(dv, 64, columns),
             "lse_desc": statistics,
             "delta_desc": statistics,
         },
@@ -369,7 +389,7 @@ def _main(
             "SOFTCAP": call.softcap > 0.0,
             "WITH_DQ": with_sums,
             **({} if wide else {"BLOCK_M": block_m, "AHEAD": ahead, "LATE": late and with_sums}),
-            **({} if wide else {"COUNTED": call.uneven}),
+            **({} if wide else {"COUNTED": call.uneven, "KEY_TILES": key_tiles}),
             **call.constants(),
         },
         num_warps=4,

@@ -8,9 +8,13 @@
 
 P^T and dS^T feed dV and dK from registers (Shah et al. 2024, "FlashAttention-3"). AHEAD, S^T of the
 next step is issued with dQ and dK of this one. LATE, dQ of a step is made in the next one, so that
-the consumers need not be at the same place at once to exchange dS. dQ is added up in float32 by
-vector reductions straight from registers, in the order of the registers: `backward_pre_post` puts
-the rows together again. Heads that share K and V add up in registers.
+the consumers need not be at the same place at once to exchange dS; that of a tile's last step is
+made in the next tile's first. dQ is added up in float32 by vector reductions straight from
+registers, in the order of the registers: `backward_pre_post` puts the rows together again. Heads
+that share K and V add up in registers.
+
+A block walks several tiles of keys. K and V of the next one arrive while one is walked, and its
+gradients leave through its buffer of V while the next one's first products run.
 """
 
 from flashdig.kernels.gluon_api import (
@@ -18,14 +22,18 @@ from flashdig.kernels.gluon_api import (
     gl,
     gluon,
     mbarrier,
-    reinterpreted,
     wait_for_tile_stores,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from flashdig.kernels.hopper.backward_names import kernel_name
 from flashdig.kernels.hopper.backward_places import Grid, columns_of_tile, padded_start
-from flashdig.kernels.hopper.backward_scores import hidden, places, row_tiles, scores_of
+from flashdig.kernels.hopper.backward_scores import (
+    hidden_transposed,
+    places,
+    row_tiles,
+    scores_of,
+)
 from flashdig.kernels.hopper.backward_shared import (
     MEETING,
     READ,
@@ -37,9 +45,10 @@ from flashdig.kernels.hopper.backward_shared import (
     produce,
     wait_for_rows,
 )
-from flashdig.kernels.hopper.hardware_barriers import arrive_at, meet_at
+from flashdig.kernels.hopper.backward_stores import store_gradients
+from flashdig.kernels.hopper.hardware_barriers import arrive_at, meet_after, meet_at
 from flashdig.kernels.hopper.problem import Problem
-from flashdig.kernels.hopper.rows import Rows, store_rows
+from flashdig.kernels.hopper.rows import Rows
 
 KEYS = gl.constexpr(64)  # of a warpgroup
 
@@ -82,13 +91,14 @@ def _start_dq(shared, k, parity, CONSUMER: gl.constexpr):
 
 @gluon.jit
 def _walk(
-    state, shared, problem, dq_ptr, start_n, begin, stop, step_of_tile_0, last_step,
+    state, shared, problem, dq_ptr, half_0, slot, start_n, begin, stop, step_of_tile_0, last_step,
     CONSUMER: gl.constexpr, MASKED: gl.constexpr, WITH_DQ: gl.constexpr, AHEAD: gl.constexpr,
     LATE: gl.constexpr,
 ):  # fmt: skip
-    """Row tiles begin..stop; AHEAD, S^T of the first is in `state`, as is that of the next at the
-    end; LATE, `dq_before` there is where dQ of the step before is added up."""
-    dk, dv, products, dq_before = state
+    """Row tiles begin..stop with K and V of `slot`; AHEAD, S^T of the first is in `state`, as is
+    that of the next at the end; LATE, dQ of the step before is added to the half of a tile that is
+    number `half_before` there, and `slot_before` has its K. half_0: that half of tile 0."""
+    dk, dv, products, half_before, slot_before = state
     dtype: gl.constexpr = shared.k.dtype
     HEAD_DIM: gl.constexpr = shared.k.shape[2]
     BLOCK_M: gl.constexpr = shared.dscores.shape[2]
@@ -105,8 +115,8 @@ def _walk(
         step = step_of_tile_0 + tile
         # always 0, but not to LLVM, which would keep the descriptors of K and V in registers
         none = step >> 30
-        k = shared.k.index(none).slice(CONSUMER * KEYS, KEYS, 0)
-        v = shared.v.index(none).slice(CONSUMER * KEYS, KEYS, 0)
+        k = shared.k.index(slot + none).slice(CONSUMER * KEYS, KEYS, 0)
+        v = shared.v.index(slot + none).slice(CONSUMER * KEYS, KEYS, 0)
         stage = step % stages.STAGES if AHEAD else wait_for_rows(stages, step)
         q = stages.queries.index(stage)
         dout = stages.grads.index(stage)
@@ -125,7 +135,7 @@ def _walk(
         keys, rows = places(products, tile * BLOCK_M, start_n + CONSUMER * KEYS, True)
         scores, slope = scores_of(products, problem, keys, rows)
         if MASKED:
-            scores = hidden(scores, problem, keys, rows)
+            scores = hidden_transposed(scores, problem, tile * BLOCK_M, start_n + CONSUMER * KEYS)
         probs = gl.exp2(scores * problem.exp_factor - lse[None, :])
         p = gl.convert_layout(probs.to(dtype), operand)
         if problem.SOFTCAP:
@@ -143,7 +153,11 @@ def _walk(
         if WITH_DQ:
             parity = step & 1
             if LATE:
-                meet_at(READ + 2 * (1 - CONSUMER) + parity)
+                # behind dS: ptxas would wait before it, at 128 rows in the midst of it
+                if BLOCK_M == 64:
+                    meet_after(ds_half, READ + 2 * (1 - CONSUMER) + parity, none)
+                else:
+                    meet_at(READ + 2 * (1 - CONSUMER) + parity)
             shared.dscores.index(parity).slice(CONSUMER * KEYS, KEYS, 0).store(ds_half)
             fence_async_shared()
             if LATE:
@@ -156,10 +170,12 @@ def _walk(
                 stage_next = wait_for_rows(stages, gl.minimum(step + 1, last_step))
                 q_next = stages.queries.index(stage_next).permute((1, 0))
                 products_started = warpgroup_mma(k, q_next, zeros, use_acc=False, is_async=True)
+            k_of_dq = shared.k.index(slot + none)
             if LATE:
                 parity = parity ^ 1
                 meet_at(WRITTEN + 2 * (1 - CONSUMER) + parity)
-            dq_started = _start_dq(shared, shared.k.index(none), parity, CONSUMER)
+                k_of_dq = shared.k.index(slot_before + none)
+            dq_started = _start_dq(shared, k_of_dq, parity, CONSUMER)
             if EARLY:
                 dv, _ = warpgroup_mma_wait(1, deps=(dv_started, p))
             dk_started = warpgroup_mma(ds, q, dk, is_async=True)
@@ -167,13 +183,14 @@ def _walk(
                 dq = warpgroup_mma_wait(1, deps=(dq_started,))
             else:
                 products, dq = warpgroup_mma_wait(1, deps=(products_started, dq_started))
-            dq_now = dq_ptr + (2 * tile + CONSUMER) * HALF
+            half_now = half_0 + 2 * tile
             if LATE:
                 arrive_at(READ + 2 * CONSUMER + parity)
-                add_registers(dq_before, dq)
-                dq_before = dq_now
+                add_registers(dq_ptr + half_before.to(gl.int64) * HALF, dq)
+                half_before = half_now
+                slot_before = slot
             else:
-                add_registers(dq_now, dq)
+                add_registers(dq_ptr + half_now.to(gl.int64) * HALF, dq)
         else:
             if AHEAD:
                 stage_next = wait_for_rows(stages, gl.minimum(step + 1, last_step))
@@ -186,25 +203,51 @@ def _walk(
                 dv, _, products = warpgroup_mma_wait(1, deps=(dv_started, p, products_started))
         dk, _ = warpgroup_mma_wait(0, deps=(dk_started, ds))
         free_rows(stages, step)
-    return dk, dv, products, dq_before
+    return dk, dv, products, half_before, slot_before
 
 
 @gluon.jit
-def _store_half(desc, x, staging, key_rows, row):
-    """Start writing one consumer's keys of a gradient through shared memory."""
-    staging.store(x.to(staging.dtype))
+def _stand_zeros(
+    shared, zeros, done, grid, batch, head_kv, padded_row, first,
+    CONSUMER: gl.constexpr,
+):  # fmt: skip
+    """Before a first step, LATE: dS of zeros stands where that of a step before would; the number
+    of the half tile of rows, tile `first` of the head, to which they are added."""
+    BLOCK_M: gl.constexpr = shared.dscores.shape[2]
+    parity = (done & 1) ^ 1
+    ds = shared.dscores.index(parity).slice(CONSUMER * KEYS, KEYS, 0)
+    ds.store(zeros.to(shared.dscores.dtype))
     fence_async_shared()
-    store_rows(desc, key_rows, row, 0, staging)
+    arrive_at(WRITTEN + 2 * CONSUMER + parity)
+    arrive_at(READ + 2 * CONSUMER + (parity ^ 1))
+    padded = padded_start(grid, batch, head_kv * grid.group_size, padded_row)
+    return (padded // (BLOCK_M // 2)).to(gl.int32) + 2 * first + CONSUMER
+
+
+@gluon.jit
+def _add_last_dq(shared, dq_ptr, half_before, slot_before, done, CONSUMER: gl.constexpr):
+    """After a last step, LATE: dQ of it."""
+    HALF: gl.constexpr = shared.k.shape[2] * shared.dscores.shape[2] // 2
+    parity = (done & 1) ^ 1
+    meet_at(WRITTEN + 2 * (1 - CONSUMER) + parity)
+    meet_at(READ + 2 * (1 - CONSUMER) + (parity ^ 1))
+    dq_started = _start_dq(shared, shared.k.index(slot_before), parity, CONSUMER)
+    dq = warpgroup_mma_wait(0, deps=(dq_started,))
+    add_registers(dq_ptr + half_before.to(gl.int64) * HALF, dq)
 
 
 @gluon.jit
 def _make_columns(
     dk_desc, dv_desc, dq_ptr, slopes_ptr, shared, problem, grid, batch, head_kv, start_n, first_q,
-    seqlen_q, first_k, seqlen_k, offset, padded_row, walks, done, softmax_scale,
+    seqlen_q, first_k, seqlen_k, offset, padded_row, walks, done, half_before, slot_before,
+    softmax_scale,
     CONSUMER: gl.constexpr, WITH_DQ: gl.constexpr, AHEAD: gl.constexpr, LATE: gl.constexpr,
 ):  # fmt: skip
-    """dK and dV of a consumer's half of a tile of keys; `done` steps of the rings, afterwards."""
-    dtype: gl.constexpr = shared.k.dtype
+    """dK and dV of a consumer's half of a tile of keys, of which `walks` went before; LATE, with
+    two buffers of K, dQ of the last step is left to the next tile: see `_walk`.
+
+    Returns: steps of the rings so far, half_before, slot_before.
+    """
     BLOCK_N: gl.constexpr = shared.k.shape[1]
     HEAD_DIM: gl.constexpr = shared.k.shape[2]
     BLOCK_M: gl.constexpr = shared.dscores.shape[2]
@@ -216,73 +259,62 @@ def _make_columns(
     products = zeros
     of_sequence = of_sequence_and_head(problem, seqlen_q, seqlen_k, offset, problem.slope)
     first, full_first, full_end, end = row_tiles(of_sequence, start_n, BLOCK_M, BLOCK_N)
-    mbarrier.wait(shared.kv_full, walks & 1)
+    KEY_TILES: gl.constexpr = shared.k.shape[0]
+    slot = walks % KEY_TILES
+    mbarrier.wait(shared.kv_full.index(slot), (walks // KEY_TILES) & 1)
+    if KEY_TILES == 2:  # the buffers of the tile before are free when this one's first rows are
+        wait_for_tile_stores(0)
     if AHEAD:
-        k = shared.k.index(0).slice(CONSUMER * KEYS, KEYS, 0)
+        k = shared.k.index(slot).slice(CONSUMER * KEYS, KEYS, 0)
         q = shared.rows.queries.index(wait_for_rows(shared.rows, done)).permute((1, 0))
         products_started = warpgroup_mma(k, q, zeros, use_acc=False, is_async=True)
         products = warpgroup_mma_wait(0, deps=(products_started,))
     last_step = done + grid.group_size * (end - first) - 1
-    dq_before = start_n
     if LATE:
-        # dS of zeros stands before the first step, added where the first tile's will be
-        fresh = padded_start(grid, batch, head_kv * grid.group_size, padded_row)
-        dq_before = dq_ptr + fresh * HEAD_DIM + (2 * first + CONSUMER) * (HEAD_DIM * BLOCK_M // 2)
-        parity = (done & 1) ^ 1
-        shared.dscores.index(parity).slice(CONSUMER * KEYS, KEYS, 0).store(zeros.to(dtype))
-        fence_async_shared()
-        arrive_at(WRITTEN + 2 * CONSUMER + parity)
-        arrive_at(READ + 2 * CONSUMER + (parity ^ 1))
+        if KEY_TILES == 1:
+            half_before = _stand_zeros(
+                shared, zeros, done, grid, batch, head_kv, padded_row, first, CONSUMER
+            )
+        else:  # noqa: PLR5501 - decided when compiling
+            if walks == 0:
+                half_before = _stand_zeros(
+                    shared, zeros, done, grid, batch, head_kv, padded_row, first, CONSUMER
+                )
+    state = (dk, dv, products, half_before, slot_before)
     for member in range(grid.group_size):
         head = head_kv * grid.group_size + member
         of_head = of_sequence
         if problem.ALIBI:
             slope = gl.load(slopes_ptr + head)
             of_head = of_sequence_and_head(problem, seqlen_q, seqlen_k, offset, slope)
-        dq_head = dq_ptr
-        if WITH_DQ:
-            dq_head += padded_start(grid, batch, head, padded_row) * HEAD_DIM
+        padded = padded_start(grid, batch, head, padded_row)
+        half_0 = (padded // (BLOCK_M // 2)).to(gl.int32) + CONSUMER
         step_of_tile_0 = done - first
         # rows cut by the diagonal, whole ones, rows cut on the window's left side
-        dk, dv, products, dq_before = _walk(
-            (dk, dv, products, dq_before), shared, of_head, dq_head, start_n, first, full_first,
+        state = _walk(
+            state, shared, of_head, dq_ptr, half_0, slot, start_n, first, full_first,
             step_of_tile_0, last_step, CONSUMER, True, WITH_DQ, AHEAD, LATE,
         )  # fmt: skip
-        dk, dv, products, dq_before = _walk(
-            (dk, dv, products, dq_before), shared, of_head, dq_head, start_n, full_first, full_end,
+        state = _walk(
+            state, shared, of_head, dq_ptr, half_0, slot, start_n, full_first, full_end,
             step_of_tile_0, last_step, CONSUMER, False, WITH_DQ, AHEAD, LATE,
         )  # fmt: skip
         if problem.LEFT:
-            dk, dv, products, dq_before = _walk(
-                (dk, dv, products, dq_before), shared, of_head, dq_head, start_n, full_end, end,
+            state = _walk(
+                state, shared, of_head, dq_ptr, half_0, slot, start_n, full_end, end,
                 step_of_tile_0, last_step, CONSUMER, True, WITH_DQ, AHEAD, LATE,
             )  # fmt: skip
         done += end - first
-    if LATE:
-        parity = (done & 1) ^ 1
-        meet_at(WRITTEN + 2 * (1 - CONSUMER) + parity)
-        meet_at(READ + 2 * (1 - CONSUMER) + (parity ^ 1))
-        dq = warpgroup_mma_wait(0, deps=(_start_dq(shared, shared.k.index(0), parity, CONSUMER),))
-        add_registers(dq_before, dq)
-    mbarrier.arrive(shared.kv_empty, count=1)
-
-    # gradients leave through the buffers of dS, of which each consumer takes a part for itself
-    HALVES: gl.constexpr = 4 * BLOCK_M // HEAD_DIM
-    half: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, HEAD_DIM], dtype)
-    staging = reinterpreted(shared.dscores, dtype, [HALVES, KEYS, HEAD_DIM], half)
+    dk, dv, _, half_before, slot_before = state
+    if KEY_TILES == 1:
+        if LATE:
+            _add_last_dq(shared, dq_ptr, half_before, slot_before, done, CONSUMER)
+        mbarrier.arrive(shared.kv_empty, count=1)
     key_rows = Rows(batch, head_kv, first_k, seqlen_k, grid.PACKED, 1)
     row = start_n + CONSUMER * KEYS
-    meet_at(MEETING)
-    _store_half(dv_desc, dv, staging.index(CONSUMER), key_rows, row)
-    if HALVES == 2:
-        wait_for_tile_stores(0)
-        own = staging.index(CONSUMER)
-    else:
-        own = staging.index(2 + CONSUMER)
-    _store_half(dk_desc, dk * softmax_scale, own, key_rows, row)
-    wait_for_tile_stores(0)
-    meet_at(MEETING)
-    return done
+    dk *= softmax_scale
+    store_gradients(dk_desc, dv_desc, dk, dv, shared, slot, key_rows, row, CONSUMER)
+    return done, half_before, slot_before
 
 
 @gluon.jit
@@ -296,6 +328,8 @@ def _consume(
     count = tile * 0  # tiles of keys so far
     walks = tile * 0  # of them, those that are there
     done = tile * 0  # tiles of rows so far
+    slot_before = tile * 0
+    half_before = tile * 0
     while tile < grid.tiles:
         batch, head_kv, start_n, first_q, seqlen_q, first_k, seqlen_k, offset, padded_row = (
             columns_of_tile(
@@ -306,14 +340,18 @@ def _consume(
         if problem.ALIBI:
             slopes_of_batch += batch * stride_slopes_b
         if start_n < seqlen_k:
-            done = _make_columns(
+            done, half_before, slot_before = _make_columns(
                 dk_desc, dv_desc, dq_ptr, slopes_of_batch, shared, problem, grid, batch, head_kv,
                 start_n, first_q, seqlen_q, first_k, seqlen_k, offset, padded_row, walks, done,
-                softmax_scale, CONSUMER, WITH_DQ, AHEAD, LATE,
+                half_before, slot_before, softmax_scale, CONSUMER, WITH_DQ, AHEAD, LATE,
             )  # fmt: skip
             walks += 1
         tile = following_tile(shared, count, tile)
         count += 1
+    if LATE and shared.k.shape[0] == 2:  # noqa: SIM102 - decided when compiling
+        if walks > 0:
+            _add_last_dq(shared, dq_ptr, half_before, slot_before, done, CONSUMER)
+    wait_for_tile_stores(0)
 
 
 def _name(specialization):
@@ -385,9 +423,10 @@ def flashdig_hopper_backward(
     AHEAD: gl.constexpr,
     LATE: gl.constexpr,
     COUNTED: gl.constexpr,
+    KEY_TILES: gl.constexpr,
 ):
     BLOCK_N: gl.constexpr = 2 * KEYS
-    shared = new_shared(q_desc, lse_desc, BLOCK_M, BLOCK_N, HEAD_DIM, STAGES, COUNTED)
+    shared = new_shared(q_desc, lse_desc, BLOCK_M, BLOCK_N, HEAD_DIM, STAGES, COUNTED, KEY_TILES)
     fence_async_shared()
 
     num_heads_kv = num_heads // group_size

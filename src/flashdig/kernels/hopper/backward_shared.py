@@ -47,7 +47,8 @@ class Shared:
     """What the warps hand to each other.
 
     Attributes:
-        k, v: (1, BLOCK_N, HEAD_DIM); kv_full, kv_empty: their barriers.
+        k, v: (KEY_TILES, BLOCK_N, HEAD_DIM): of this tile of keys and, where there are two, of the
+            next; kv_full: their barriers; kv_empty: the barrier where there is one.
         rows: of BLOCK_M rows each.
         dscores: (2, BLOCK_N, BLOCK_M): dS^T of this step and of the last.
         mail, mail_full, mail_empty: numbers of tiles of keys, from the producer, where COUNTED.
@@ -83,7 +84,7 @@ class Shared:
 @gluon.jit
 def new_shared(
     q_desc, lse_desc, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr,
-    STAGES: gl.constexpr, COUNTED: gl.constexpr,
+    STAGES: gl.constexpr, COUNTED: gl.constexpr, KEY_TILES: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
     statistics: gl.constexpr = lse_desc.layout
@@ -92,10 +93,13 @@ def new_shared(
     tile_ds: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], dtype)
     one_number: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
-    kv_full = gl.allocate_shared_memory(gl.int64, [1], barrier)
-    kv_empty = gl.allocate_shared_memory(gl.int64, [1], barrier)
-    mbarrier.init(kv_full, count=1)
-    mbarrier.init(kv_empty, count=2)
+    kv_full = gl.allocate_shared_memory(gl.int64, [KEY_TILES, 1], barrier)
+    for slot in gl.static_range(KEY_TILES):
+        mbarrier.init(kv_full.index(slot), count=1)
+    kv_empty = kv_full
+    if KEY_TILES == 1:
+        kv_empty = gl.allocate_shared_memory(gl.int64, [1], barrier)
+        mbarrier.init(kv_empty, count=2)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     for stage in gl.static_range(STAGES):
@@ -124,8 +128,8 @@ def new_shared(
         STAGES,
     )
     return Shared(
-        gl.allocate_shared_memory(dtype, [1, BLOCK_N, HEAD_DIM], tile_kv),
-        gl.allocate_shared_memory(dtype, [1, BLOCK_N, HEAD_DIM], tile_kv),
+        gl.allocate_shared_memory(dtype, [KEY_TILES, BLOCK_N, HEAD_DIM], tile_kv),
+        gl.allocate_shared_memory(dtype, [KEY_TILES, BLOCK_N, HEAD_DIM], tile_kv),
         kv_full,
         kv_empty,
         rows,
@@ -202,10 +206,13 @@ def produce(
 ):  # fmt: skip
     BLOCK_M: gl.constexpr = shared.dscores.shape[2]
     BLOCK_N: gl.constexpr = shared.k.shape[1]
+    KEY_TILES: gl.constexpr = shared.k.shape[0]
+    STAGES: gl.constexpr = shared.rows.STAGES
     tile = gl.program_id(0)
     count = tile * 0  # tiles of keys so far
     walks = tile * 0  # of them, those that are there
     done = tile * 0  # tiles of rows so far
+    first_before = tile * 0  # of them, the first of the last tile of keys
     while tile < grid.tiles:
         following = tile + gl.num_programs(0)
         batch, head_kv, start_n, first_q, seqlen_q, first_k, seqlen_k, offset, padded_row = (
@@ -217,11 +224,20 @@ def produce(
             of_sequence = of_sequence_and_head(problem, seqlen_q, seqlen_k, offset, problem.slope)
             first, _, _, end = row_tiles(of_sequence, start_n, BLOCK_M, BLOCK_N)
             key_rows = Rows(batch, head_kv, first_k, seqlen_k, grid.PACKED, 1)
-            full = shared.kv_full
-            mbarrier.wait(shared.kv_empty, (walks & 1) ^ 1)
+            slot = walks % KEY_TILES
+            full = shared.kv_full.index(slot)
+            if KEY_TILES == 1:
+                mbarrier.wait(shared.kv_empty, (walks & 1) ^ 1)
+            else:
+                # The tile before last is read, and its gradients have left, when the first rows of
+                # the last one are read: known where rows in their place have been loaded
+                unknown = (walks > 1) & (first_before + STAGES >= done)
+                read = shared.rows.empty.index(first_before % STAGES)
+                mbarrier.wait(read, (first_before // STAGES) & 1, pred=unknown)
+                first_before = done
             mbarrier.expect(full, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
-            load_rows(k_desc, key_rows, start_n, 0, full, shared.k.index(0))
-            load_rows(v_desc, key_rows, start_n, 0, full, shared.v.index(0))
+            load_rows(k_desc, key_rows, start_n, 0, full, shared.k.index(slot))
+            load_rows(v_desc, key_rows, start_n, 0, full, shared.v.index(slot))
             last = done + grid.group_size * (end - first) - 1
             for member in range(grid.group_size):
                 head = head_kv * grid.group_size + member

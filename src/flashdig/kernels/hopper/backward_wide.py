@@ -125,7 +125,7 @@ def _make_dv(
         head = head_kv * grid.group_size
         dq_before += padded_start(grid, batch, head, padded_row) * HEAD_DIM
         dq_before += 2 * first * (ROWS * HALF)
-    mbarrier.wait(shared.kv_full, 0)
+    mbarrier.wait(shared.kv_full.index(0), 0)
     done = first * 0
     for member in range(grid.group_size):
         head = head_kv * grid.group_size + member
@@ -189,7 +189,7 @@ def _make_dk(
     dk = gl.zeros([ROWS, HEAD_DIM], gl.float32, d_layout)
     zeros = gl.zeros([ROWS, ROWS], gl.float32, s_layout)
     zeros_q = gl.zeros([ROWS, HALF], gl.float32, q_layout)
-    mbarrier.wait(shared.kv_full, 0)
+    mbarrier.wait(shared.kv_full.index(0), 0)
     steps = end - first
     for step in range(grid.group_size * steps):
         head = head_kv * grid.group_size + step // steps
@@ -332,7 +332,7 @@ def flashdig_hopper_backward_wide(
     dtype: gl.constexpr = q_desc.dtype
     tile_p: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, ROWS], dtype)
     probs_tiles = gl.allocate_shared_memory(dtype, [2, ROWS, ROWS], tile_p)
-    shared = new_shared(q_desc, lse_desc, ROWS, ROWS, HEAD_DIM, STAGES, False)
+    shared = new_shared(q_desc, lse_desc, ROWS, ROWS, HEAD_DIM, STAGES, False, 1)
     fence_async_shared()
 
     num_heads_kv = num_heads // group_size
