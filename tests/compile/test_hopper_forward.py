@@ -1,6 +1,6 @@
 """The Hopper forward compiled without a GPU: no spills, products that overlap, its instructions.
 
-One kernel with a column block and one with two, of packed input.
+One kernel with a column block and one with two, of packed input; those with the most accumulators.
 """
 
 import pytest
@@ -8,6 +8,7 @@ import triton
 
 from flashdig.evidence.offline import Request, compile_exhibits
 from flashdig.evidence.ptxas import run_ptxas
+from flashdig.evidence.sass import innermost_loops, parse_sass
 from flashdig.kernels.hopper.tiles import tile_of
 from flashdig.problem import AttentionProblem, Mask
 from flashdig.readers.kernel_names import decode
@@ -39,3 +40,16 @@ def test_no_spills_no_serialised_products_and_the_instructions_of_the_chip() -> 
         assert name.tile == (64 * tile.consumers, tile.block_n), where
         assert (name.dtype, name.head_dim) == ("bfloat16", problem.head_dim), where
         assert ("packed" in name.words) == problem.packed, where
+
+
+def test_no_walk_of_wide_heads_spills() -> None:
+    """A few registers that live over a whole tile of queries may."""
+    wide = [
+        LONG.replace(head_dim=192, head_dim_v=128),
+        LONG.replace(head_dim=256, head_dim_v=256),
+    ]
+    for (kernel,) in compile_exhibits([Request("hopper:forward", one, "sm_90") for one in wide]):
+        walks = innermost_loops(parse_sass(kernel.listing), ("HGMMA",))
+        assert len(walks) >= 4, kernel.name  # two consumers, masked tiles and whole ones
+        for walk in walks:
+            assert not {one.base for one in walk.instructions} & {"STL", "LDL"}, kernel.name

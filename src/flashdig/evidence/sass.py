@@ -233,14 +233,19 @@ def inner_loop(instructions: Sequence[Instruction]) -> Loop | None:
     Of several the one with most of them, then the first. None when no loop has any.
     """
     kinds = MATRIX_FAMILIES if _products(instructions, MATRIX_FAMILIES) else ("FFMA",)
+    innermost = innermost_loops(instructions, kinds)
+    return max(innermost, key=lambda loop: _products(loop.instructions, kinds), default=None)
+
+
+def innermost_loops(instructions: Sequence[Instruction], kinds: Sequence[str]) -> list[Loop]:
+    """The loops that hold an instruction of `kinds` and no other loop that holds one."""
     holding = [loop for loop in loops(instructions) if _products(loop.instructions, kinds)]
     spans = {loop.head: {i.address for i in loop.instructions} for loop in holding}
-    innermost = [
+    return [
         loop
         for loop in holding
         if not any(spans[other.head] < spans[loop.head] for other in holding)
     ]
-    return max(innermost, key=lambda loop: _products(loop.instructions, kinds), default=None)
 
 
 def _products(instructions: Iterable[Instruction], kinds: Sequence[str]) -> int:
