@@ -6,7 +6,7 @@ from pathlib import Path
 
 import flashdig
 from flashdig.bench.results import read_record
-from flashdig.bench.standings import Standing, standings
+from flashdig.bench.standings import BEST, Standing, standings
 
 ROOT = Path(flashdig.__file__).parents[2]
 SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
@@ -23,8 +23,13 @@ def of_run(name: str, revision: str) -> list[Standing]:
     return standings([row for row in record.rows if row["run_id"] == run])
 
 
-def grid_lines(found: list[Standing]) -> Iterator[tuple[str, list[float]]]:
-    """Lines "| head_dim mask | TFLOP/s (ratio to the best peer) ... | mean |" and their ratios."""
+def grid_lines(
+    found: list[Standing], beside: str | None = None
+) -> Iterator[tuple[str, list[float]]]:
+    """Lines "| head_dim mask | TFLOP/s (ratio to the best peer) ... | mean |" and their ratios.
+
+    beside: a peer whose TFLOP/s stand behind a stroke, and whose ratios count, instead.
+    """
     for head_dim in (64, 128, 256):
         for causal, word in ((False, "full"), (True, "causal")):
             cells, ratios = [], []
@@ -40,8 +45,12 @@ def grid_lines(found: list[Standing]) -> Iterator[tuple[str, list[float]]]:
                     and s.ours["dtype"] != "float16"
                 )
                 assert one.ours is not None
-                assert one.against_best is not None
-                ratios.append(one.against_best.median)
-                cells.append(f"{one.ours['tflops']:.0f} ({ratios[-1]:.2f})")
+                ratio = one.against(beside or BEST)
+                assert ratio is not None
+                ratios.append(ratio.median)
+                shown = f"({ratio.median:.2f})"
+                if beside is not None:
+                    shown = f"/ {one.peers[beside]['tflops']:.0f}"
+                cells.append(f"{one.ours['tflops']:.0f} {shown}")
             mean = geometric_mean(ratios)
             yield f"| {head_dim} {word} | {' | '.join(cells)} | {mean:.2f} |", ratios

@@ -42,13 +42,22 @@ def test_the_portable_kernels_speed_is_that_of_the_record(document) -> None:
 def test_the_hopper_forwards_speed_is_that_of_the_record() -> None:
     text = (ROOT / "docs" / "decisions" / "hopper-forward.md").read_text()
     every = []
-    for line, ratios in grid_lines(of_run("hopper-forward.json", "db73df2")):
+    for line, ratios in grid_lines(of_run("hopper-forward.json", "9ed6094")):
         assert line in text
         every += ratios
     mean = f"{geometric_mean(every):.2f}"
     assert f"Geometric mean of the grid: **{mean}**" in text
     readme = (ROOT / "README.md").read_text()
     assert f"The Hopper forward stands at {mean} of the best of FlashAttention-3" in readme
+
+
+def test_the_fp8_forwards_speed_is_that_of_the_record() -> None:
+    text = (ROOT / "docs" / "decisions" / "fp8.md").read_text()
+    every = []
+    for line, ratios in grid_lines(of_run("fp8.json", "9ed6094"), beside="fa3"):
+        assert line in text
+        every += ratios
+    assert f"**{geometric_mean(every):.3f} times FlashAttention-3's fp8" in text
 
 
 @pytest.mark.parametrize("document", ["README.md", "docs/decisions/steps-v1-v2.md"])
