@@ -196,7 +196,9 @@ def _measured(value: Any) -> Any:
 
 
 def _line(value: object) -> str:
-    return json.dumps(value, sort_keys=True, allow_nan=False, ensure_ascii=False)
+    return json.dumps(
+        value, sort_keys=True, allow_nan=False, ensure_ascii=False, separators=(",", ":")
+    )
 
 
 def _block(lines: Sequence[str]) -> str:
