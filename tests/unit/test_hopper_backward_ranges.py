@@ -55,8 +55,9 @@ def test_blocks_walk_several_tiles_of_keys(head_dim, seqlen, right, programs):
         (64, 1024, 8, 0, (128, 2)),
         (64, 512, 4, 0, (128, 2)),  # twice as many, of two heads
         (64, 512, 8, -1, (128, 2)),
-        (128, 4096, 8, 0, (64, 2)),
-        (128, 4096, 8, -1, (64, 1)),
+        (128, 2048, 8, 0, (64, 2)),
+        (128, 2048, 4, 0, (64, 1)),
+        (128, 2048, 8, -1, (64, 1)),
     ],
 )
 def test_rows_of_a_tile_and_buffers_of_keys(head_dim, seqlen, heads_kv, right, expected):

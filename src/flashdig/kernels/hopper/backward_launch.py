@@ -38,12 +38,13 @@ TILES = {
     128: (64, 3, False, True, 1),
     256: (64, 2, False, False, 1),
 }
-# the same under a causal mask: tiles of keys are short, and the next one's K and V count for more
-# than a third buffer of rows
-CAUSAL_TILES = {**TILES, 128: (64, 2, False, True, 2)}
-# and where a tile of keys meets few rows
-SHORT_TILES = {**CAUSAL_TILES, 64: (64, 4, False, True, 2)}
-SHORT_ROWS = 512
+# the same under a causal mask, by the rows that a tile of keys meets, up to so many: where they are
+# few, K and V in time count for more than a third buffer of rows
+CAUSAL_TILES = {
+    512: {**TILES, 64: (64, 4, False, True, 2), 128: (64, 2, False, True, 2)},
+    4095: {**TILES, 128: (64, 2, False, True, 2)},
+    math.inf: TILES,
+}
 # where dQ is made apart
 DKDV_TILES = {**TILES, 64: (128, 3, False, False, 2), 128: (64, 3, True, False, 2)}
 # with softcap or ALiBi 128 rows would spill
@@ -150,10 +151,12 @@ class Call:
         return self.width not in WIDE and (causal or self.packed)
 
     @property
-    def short(self) -> bool:
-        """A tile of keys meets few rows; of packed input, on average."""
+    def rows_met(self) -> int:
+        """Rows that the first tile of keys meets; of packed input, on average."""
         rows = self.seqlen_q // (self.batch if self.packed else 1)
-        return rows * self.group_size <= SHORT_ROWS
+        if self.window_left >= 0 and self.window_right >= 0:
+            rows = min(rows, self.window_left + self.window_right + BLOCK_N)
+        return rows * self.group_size
 
     @property
     def scaled(self) -> bool:
@@ -274,7 +277,8 @@ class Launches:
         if call.scaled:
             table = SCALED_TILES
         elif call.window_right >= 0 and with_sums:
-            table = SHORT_TILES if call.short else CAUSAL_TILES
+            rows = call.rows_met
+            table = next(tiles for most, tiles in CAUSAL_TILES.items() if rows <= most)
         tiles = tiles or table[call.width]
         # log-sum-exp in units of log2, and delta, padded; the number of the next tile of keys; sums
         # of dQ; the last two start as zeros. One buffer, since allocating costs the host more than
@@ -360,7 +364,9 @@ def _main(
 ) -> Launch:
     block_m, stages, ahead, late, key_tiles = tiles
     wide = call.width in WIDE
-    block_n, columns = (64, call.width) if wide else (BLOCK_N, 64)
+    long = key_tiles == 1 and call.window_right < 0  # of `backward_long`
+    block_n = 64 if wide else BLOCK_N
+    columns = call.width if wide or long else 64  # of gradients that leave at once
     num_heads_kv = call.k.shape[-2]
     row_bytes = call.width * (2 * call.q.element_size() + (4 if with_sums else 0))
     head_bytes = call.seqlen_q * row_bytes * call.group_size
@@ -389,7 +395,7 @@ def _main(
             "SOFTCAP": call.softcap > 0.0,
             "WITH_DQ": with_sums,
             **({} if wide else {"BLOCK_M": block_m, "AHEAD": ahead, "LATE": late and with_sums}),
-            **({} if wide else {"COUNTED": call.uneven, "KEY_TILES": key_tiles}),
+            **({} if wide else {"COUNTED": call.uneven, "KEY_TILES": key_tiles, "LONG": long}),
             **call.constants(),
         },
         num_warps=4,

@@ -13,8 +13,9 @@ made in the next tile's first. dQ is added up in float32 by vector reductions st
 registers, in the order of the registers: `backward_pre_post` puts the rows together again. Heads
 that share K and V add up in registers.
 
-A block walks several tiles of keys. K and V of the next one arrive while one is walked, and its
-gradients leave through its buffer of V while the next one's first products run.
+A block walks several tiles of keys. With two buffers of K and V, those of the next one arrive while
+one is walked, and its gradients leave through its buffer of V while the next one's first products
+run. LONG, the consumers are those of `backward_long`.
 """
 
 from flashdig.kernels.gluon_api import (
@@ -26,6 +27,7 @@ from flashdig.kernels.gluon_api import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from flashdig.kernels.hopper.backward_long import consume_long
 from flashdig.kernels.hopper.backward_names import kernel_name
 from flashdig.kernels.hopper.backward_places import Grid, columns_of_tile, padded_start
 from flashdig.kernels.hopper.backward_scores import (
@@ -46,47 +48,10 @@ from flashdig.kernels.hopper.backward_shared import (
     wait_for_rows,
 )
 from flashdig.kernels.hopper.backward_stores import store_gradients
+from flashdig.kernels.hopper.backward_sums import KEYS, add_registers, start_dq
 from flashdig.kernels.hopper.hardware_barriers import arrive_at, meet_after, meet_at
 from flashdig.kernels.hopper.problem import Problem
 from flashdig.kernels.hopper.rows import Rows
-
-KEYS = gl.constexpr(64)  # of a warpgroup
-
-
-@gluon.jit
-def add_registers(pointer, x):
-    """Add an accumulator (64, columns) to memory in the order of its registers.
-
-    A thread holds four values of every eight columns: they are neighbours in memory, and so are
-    the threads of a warp. Element [columns // 8, 128 threads, 4] of memory.
-    """
-    COLUMNS: gl.constexpr = x.shape[1]
-    layout: gl.constexpr = gl.BlockedLayout([1, COLUMNS // 8, 4], [32, 1, 1], [4, 1, 1], [2, 1, 0])
-    # row = 16 warp + 8 half + lane // 4, column = 8 eight + 2 (lane % 4) + one
-    x = gl.reshape(x, [4, 2, 8, COLUMNS // 8, 4, 2])
-    x = gl.permute(x, [0, 2, 4, 3, 1, 5])
-    x = gl.convert_layout(gl.reshape(x, [128, COLUMNS // 8, 4]), layout, assert_trivial=True)
-    by_eight: gl.constexpr = gl.SliceLayout(2, layout)
-    thread = gl.arange(0, 128, gl.SliceLayout(1, by_eight))
-    eight = gl.arange(0, COLUMNS // 8, gl.SliceLayout(0, by_eight))
-    value = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
-    place = (thread[:, None] * 4 + eight[None, :] * 512)[:, :, None]
-    gl.atomic_add(pointer + (place + value[None, None, :]), x, sem="relaxed")
-
-
-@gluon.jit
-def _start_dq(shared, k, parity, CONSUMER: gl.constexpr):
-    """A consumer's part of dQ, begun: half of the rows or, where they are 64, of the columns."""
-    BLOCK_M: gl.constexpr = shared.dscores.shape[2]
-    COLUMNS: gl.constexpr = shared.k.shape[2] * BLOCK_M // 128
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
-    ds = shared.dscores.index(parity).permute((1, 0))
-    if BLOCK_M == 64:
-        k = k.slice(CONSUMER * COLUMNS, COLUMNS, 1)
-    else:
-        ds = ds.slice(CONSUMER * 64, 64, 0)
-    zeros = gl.zeros([64, COLUMNS], gl.float32, layout)
-    return warpgroup_mma(ds, k, zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -175,7 +140,7 @@ def _walk(
                 parity = parity ^ 1
                 meet_at(WRITTEN + 2 * (1 - CONSUMER) + parity)
                 k_of_dq = shared.k.index(slot_before + none)
-            dq_started = _start_dq(shared, k_of_dq, parity, CONSUMER)
+            dq_started = start_dq(shared, k_of_dq, parity, CONSUMER)
             if EARLY:
                 dv, _ = warpgroup_mma_wait(1, deps=(dv_started, p))
             dk_started = warpgroup_mma(ds, q, dk, is_async=True)
@@ -231,7 +196,7 @@ def _add_last_dq(shared, dq_ptr, half_before, slot_before, done, CONSUMER: gl.co
     parity = (done & 1) ^ 1
     meet_at(WRITTEN + 2 * (1 - CONSUMER) + parity)
     meet_at(READ + 2 * (1 - CONSUMER) + (parity ^ 1))
-    dq_started = _start_dq(shared, shared.k.index(slot_before), parity, CONSUMER)
+    dq_started = start_dq(shared, shared.k.index(slot_before), parity, CONSUMER)
     dq = warpgroup_mma_wait(0, deps=(dq_started,))
     add_registers(dq_ptr + half_before.to(gl.int64) * HALF, dq)
 
@@ -261,8 +226,10 @@ def _make_columns(
     first, full_first, full_end, end = row_tiles(of_sequence, start_n, BLOCK_M, BLOCK_N)
     KEY_TILES: gl.constexpr = shared.k.shape[0]
     slot = walks % KEY_TILES
-    mbarrier.wait(shared.kv_full.index(slot), (walks // KEY_TILES) & 1)
-    if KEY_TILES == 2:  # the buffers of the tile before are free when this one's first rows are
+    if KEY_TILES == 1:
+        mbarrier.wait(shared.kv_full, walks & 1)
+    else:  # the buffers of the tile before are free when this one's first rows are
+        mbarrier.wait(shared.kv_full.index(slot), (walks // 2) & 1)
         wait_for_tile_stores(0)
     if AHEAD:
         k = shared.k.index(slot).slice(CONSUMER * KEYS, KEYS, 0)
@@ -424,6 +391,7 @@ def flashdig_hopper_backward(
     LATE: gl.constexpr,
     COUNTED: gl.constexpr,
     KEY_TILES: gl.constexpr,
+    LONG: gl.constexpr,
 ):
     BLOCK_N: gl.constexpr = 2 * KEYS
     shared = new_shared(q_desc, lse_desc, BLOCK_M, BLOCK_N, HEAD_DIM, STAGES, COUNTED, KEY_TILES)
@@ -446,15 +414,28 @@ def flashdig_hopper_backward(
 
     # the tuples stand inside the calls: bound to a name, their constants would become tensors
     # fmt: off
-    gl.warp_specialize([
-        (_consume, (dk_desc, dv_desc, dq_ptr, slopes_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
-                    seqused_q_ptr, seqused_k_ptr, shared, problem, grid, stride_slopes_b,
-                    softmax_scale, 0, WITH_DQ, AHEAD, LATE)),
-        (_consume, (dk_desc, dv_desc, dq_ptr, slopes_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
-                    seqused_q_ptr, seqused_k_ptr, shared, problem, grid, stride_slopes_b,
-                    softmax_scale, 1, WITH_DQ, AHEAD, LATE)),
-        (produce, (q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc, cu_seqlens_q_ptr,
-                   cu_seqlens_k_ptr, seqused_q_ptr, seqused_k_ptr, counter_ptr, shared, problem,
-                   grid)),
-    ], [4, 1], [240, 24])
+    if LONG:
+        gl.warp_specialize([
+            (consume_long, (dk_desc, dv_desc, dq_ptr, slopes_ptr, cu_seqlens_q_ptr,
+                            cu_seqlens_k_ptr, seqused_q_ptr, seqused_k_ptr, shared, problem, grid,
+                            stride_slopes_b, softmax_scale, 0)),
+            (consume_long, (dk_desc, dv_desc, dq_ptr, slopes_ptr, cu_seqlens_q_ptr,
+                            cu_seqlens_k_ptr, seqused_q_ptr, seqused_k_ptr, shared, problem, grid,
+                            stride_slopes_b, softmax_scale, 1)),
+            (produce, (q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc, cu_seqlens_q_ptr,
+                       cu_seqlens_k_ptr, seqused_q_ptr, seqused_k_ptr, counter_ptr, shared,
+                       problem, grid)),
+        ], [4, 1], [240, 24])
+    else:
+        gl.warp_specialize([
+            (_consume, (dk_desc, dv_desc, dq_ptr, slopes_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
+                        seqused_q_ptr, seqused_k_ptr, shared, problem, grid, stride_slopes_b,
+                        softmax_scale, 0, WITH_DQ, AHEAD, LATE)),
+            (_consume, (dk_desc, dv_desc, dq_ptr, slopes_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
+                        seqused_q_ptr, seqused_k_ptr, shared, problem, grid, stride_slopes_b,
+                        softmax_scale, 1, WITH_DQ, AHEAD, LATE)),
+            (produce, (q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc, cu_seqlens_q_ptr,
+                       cu_seqlens_k_ptr, seqused_q_ptr, seqused_k_ptr, counter_ptr, shared,
+                       problem, grid)),
+        ], [4, 1], [240, 24])
     # fmt: on

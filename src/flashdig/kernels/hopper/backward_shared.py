@@ -93,13 +93,16 @@ def new_shared(
     tile_ds: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], dtype)
     one_number: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
-    kv_full = gl.allocate_shared_memory(gl.int64, [KEY_TILES, 1], barrier)
-    for slot in gl.static_range(KEY_TILES):
-        mbarrier.init(kv_full.index(slot), count=1)
-    kv_empty = kv_full
     if KEY_TILES == 1:
+        kv_full = gl.allocate_shared_memory(gl.int64, [1], barrier)
         kv_empty = gl.allocate_shared_memory(gl.int64, [1], barrier)
+        mbarrier.init(kv_full, count=1)
         mbarrier.init(kv_empty, count=2)
+    else:
+        kv_full = gl.allocate_shared_memory(gl.int64, [KEY_TILES, 1], barrier)
+        kv_empty = kv_full
+        for slot in gl.static_range(KEY_TILES):
+            mbarrier.init(kv_full.index(slot), count=1)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     for stage in gl.static_range(STAGES):
@@ -225,10 +228,11 @@ def produce(
             first, _, _, end = row_tiles(of_sequence, start_n, BLOCK_M, BLOCK_N)
             key_rows = Rows(batch, head_kv, first_k, seqlen_k, grid.PACKED, 1)
             slot = walks % KEY_TILES
-            full = shared.kv_full.index(slot)
+            full = shared.kv_full
             if KEY_TILES == 1:
                 mbarrier.wait(shared.kv_empty, (walks & 1) ^ 1)
             else:
+                full = shared.kv_full.index(slot)
                 # The tile before last is read, and its gradients have left, when the first rows of
                 # the last one are read: known where rows in their place have been loaded
                 unknown = (walks > 1) & (first_before + STAGES >= done)

@@ -125,7 +125,7 @@ def _make_dv(
         head = head_kv * grid.group_size
         dq_before += padded_start(grid, batch, head, padded_row) * HEAD_DIM
         dq_before += 2 * first * (ROWS * HALF)
-    mbarrier.wait(shared.kv_full.index(0), 0)
+    mbarrier.wait(shared.kv_full, 0)
     done = first * 0
     for member in range(grid.group_size):
         head = head_kv * grid.group_size + member
@@ -189,7 +189,7 @@ def _make_dk(
     dk = gl.zeros([ROWS, HEAD_DIM], gl.float32, d_layout)
     zeros = gl.zeros([ROWS, ROWS], gl.float32, s_layout)
     zeros_q = gl.zeros([ROWS, HALF], gl.float32, q_layout)
-    mbarrier.wait(shared.kv_full.index(0), 0)
+    mbarrier.wait(shared.kv_full, 0)
     steps = end - first
     for step in range(grid.group_size * steps):
         head = head_kv * grid.group_size + step // steps
