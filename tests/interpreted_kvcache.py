@@ -191,9 +191,10 @@ def kept():
 
 
 def main() -> None:
+    plain = ragged()  # as Triton's interpreter runs it by itself
     quicken_interpreter()
     found = {name: conformance(name) for name in CASES}
-    calls = (rounding, ragged, packed_over_pages, chunk_beside_decoding, kept)
+    calls = (rounding, lambda: plain, packed_over_pages, chunk_beside_decoding, kept)
     found |= {name: call() for name, call in zip(OTHERS, calls, strict=True)}
     json.dump(found, sys.stdout)
 

@@ -17,6 +17,7 @@ ORDER of a kernel:
 from __future__ import annotations
 
 import triton
+import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 # architectures that have it
@@ -24,7 +25,7 @@ ORDERED = ("sm_90", "sm_100", "sm_120")
 
 
 @triton.jit
-def begin_after(ORDER):
+def begin_after(ORDER: tl.constexpr):
     """Stands before the first memory access."""
     if ORDER == "waits":
         gdc_wait()
@@ -36,7 +37,7 @@ def begin_after(ORDER):
 
 
 @triton.jit
-def end_after(ORDER):
+def end_after(ORDER: tl.constexpr):
     """Stands behind the last memory access; every program comes there."""
     if ORDER == "overlaps":
         gdc_wait()
