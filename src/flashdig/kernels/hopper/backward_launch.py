@@ -39,7 +39,8 @@ TILES = {
     256: (64, 2, False, False, 1),
 }
 # the same under a causal mask, by the rows that a tile of keys meets, up to so many: where they are
-# few, K and V in time count for more than a third buffer of rows
+# few, K and V in time count for more than a third buffer of rows. Measured:
+# benchmarks/tiles/hopper-backward-h200.json
 CAUSAL_TILES = {
     512: {**TILES, 64: (64, 4, False, True, 2), 128: (64, 2, False, True, 2)},
     4095: {**TILES, 128: (64, 2, False, True, 2)},
