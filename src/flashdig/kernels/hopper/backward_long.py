@@ -1,5 +1,5 @@
-"""The consumers of the Hopper backward's main kernel where tiles of keys are long: one buffer of K
-and V, and three of rows.
+"""How consumers of the Hopper backward's main kernel walk a tile of keys where those are long: one
+buffer of K and V, and three of rows.
 
 As in `backward_main`, but dQ of a tile's last step is made at its end and gradients leave through
 the buffers of dS. At head_dim 128 a third buffer of rows is worth more there than K and V in time.
@@ -17,13 +17,12 @@ from flashdig.kernels.gluon_api import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from flashdig.kernels.hopper.backward_places import columns_of_tile, padded_start
+from flashdig.kernels.hopper.backward_places import padded_start
 from flashdig.kernels.hopper.backward_scores import hidden, places, row_tiles, scores_of
 from flashdig.kernels.hopper.backward_shared import (
     MEETING,
     READ,
     WRITTEN,
-    following_tile,
     free_rows,
     of_sequence_and_head,
     wait_for_rows,
@@ -107,7 +106,7 @@ def _store_half(desc, x, staging, key_rows, row):
 
 
 @gluon.jit
-def _make_columns(
+def make_columns_long(
     dk_desc, dv_desc, dq_ptr, slopes_ptr, shared, problem, grid, batch, head_kv, start_n, first_q,
     seqlen_q, first_k, seqlen_k, offset, padded_row, walks, done, softmax_scale,
     CONSUMER: gl.constexpr,
@@ -177,35 +176,3 @@ def _make_columns(
     wait_for_tile_stores(0)
     meet_at(MEETING)
     return done
-
-
-@gluon.jit
-def consume_long(
-    dk_desc, dv_desc, dq_ptr, slopes_ptr, cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr, shared,
-    problem, grid, stride_slopes_b, softmax_scale,
-    CONSUMER: gl.constexpr,
-):  # fmt: skip
-    """All tiles of keys of a block, half of each."""
-    BLOCK_N: gl.constexpr = shared.k.shape[1]
-    tile = gl.program_id(0)
-    count = tile * 0  # tiles of keys so far
-    walks = tile * 0  # of them, those that are there
-    done = tile * 0  # tiles of rows so far
-    while tile < grid.tiles:
-        batch, head_kv, start_n, first_q, seqlen_q, first_k, seqlen_k, offset, padded_row = (
-            columns_of_tile(
-                grid, problem, cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr, tile, BLOCK_N
-            )
-        )
-        slopes_of_batch = slopes_ptr
-        if problem.ALIBI:
-            slopes_of_batch += batch * stride_slopes_b
-        if start_n < seqlen_k:
-            done = _make_columns(
-                dk_desc, dv_desc, dq_ptr, slopes_of_batch, shared, problem, grid, batch, head_kv,
-                start_n, first_q, seqlen_q, first_k, seqlen_k, offset, padded_row, walks, done,
-                softmax_scale, CONSUMER,
-            )  # fmt: skip
-            walks += 1
-        tile = following_tile(shared, count, tile)
-        count += 1

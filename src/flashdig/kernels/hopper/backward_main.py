@@ -15,7 +15,7 @@ that share K and V add up in registers.
 
 A block walks several tiles of keys. With two buffers of K and V, those of the next one arrive while
 one is walked, and its gradients leave through its buffer of V while the next one's first products
-run. LONG, the consumers are those of `backward_long`.
+run. LONG, each tile is walked by `backward_long`.
 """
 
 from flashdig.kernels.gluon_api import (
@@ -27,7 +27,7 @@ from flashdig.kernels.gluon_api import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from flashdig.kernels.hopper.backward_long import consume_long
+from flashdig.kernels.hopper.backward_long import make_columns_long
 from flashdig.kernels.hopper.backward_names import kernel_name
 from flashdig.kernels.hopper.backward_places import Grid, columns_of_tile, padded_start
 from flashdig.kernels.hopper.backward_scores import (
@@ -289,7 +289,9 @@ def _consume(
     dk_desc, dv_desc, dq_ptr, slopes_ptr, cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr, shared,
     problem, grid, stride_slopes_b, softmax_scale,
     CONSUMER: gl.constexpr, WITH_DQ: gl.constexpr, AHEAD: gl.constexpr, LATE: gl.constexpr,
+    LONG: gl.constexpr,
 ):  # fmt: skip
+    """All tiles of keys of a block, half of each."""
     BLOCK_N: gl.constexpr = shared.k.shape[1]
     tile = gl.program_id(0)
     count = tile * 0  # tiles of keys so far
@@ -307,18 +309,27 @@ def _consume(
         if problem.ALIBI:
             slopes_of_batch += batch * stride_slopes_b
         if start_n < seqlen_k:
-            done, half_before, slot_before = _make_columns(
-                dk_desc, dv_desc, dq_ptr, slopes_of_batch, shared, problem, grid, batch, head_kv,
-                start_n, first_q, seqlen_q, first_k, seqlen_k, offset, padded_row, walks, done,
-                half_before, slot_before, softmax_scale, CONSUMER, WITH_DQ, AHEAD, LATE,
-            )  # fmt: skip
+            if LONG:
+                done = make_columns_long(
+                    dk_desc, dv_desc, dq_ptr, slopes_of_batch, shared, problem, grid, batch,
+                    head_kv, start_n, first_q, seqlen_q, first_k, seqlen_k, offset, padded_row,
+                    walks, done, softmax_scale, CONSUMER,
+                )  # fmt: skip
+            else:
+                done, half_before, slot_before = _make_columns(
+                    dk_desc, dv_desc, dq_ptr, slopes_of_batch, shared, problem, grid, batch,
+                    head_kv, start_n, first_q, seqlen_q, first_k, seqlen_k, offset, padded_row,
+                    walks, done, half_before, slot_before, softmax_scale, CONSUMER, WITH_DQ, AHEAD,
+                    LATE,
+                )  # fmt: skip
             walks += 1
         tile = following_tile(shared, count, tile)
         count += 1
     if LATE and shared.k.shape[0] == 2:  # noqa: SIM102 - decided when compiling
         if walks > 0:
             _add_last_dq(shared, dq_ptr, half_before, slot_before, done, CONSUMER)
-    wait_for_tile_stores(0)
+    if not LONG:
+        wait_for_tile_stores(0)
 
 
 def _name(specialization):
@@ -414,28 +425,15 @@ def flashdig_hopper_backward(
 
     # the tuples stand inside the calls: bound to a name, their constants would become tensors
     # fmt: off
-    if LONG:
-        gl.warp_specialize([
-            (consume_long, (dk_desc, dv_desc, dq_ptr, slopes_ptr, cu_seqlens_q_ptr,
-                            cu_seqlens_k_ptr, seqused_q_ptr, seqused_k_ptr, shared, problem, grid,
-                            stride_slopes_b, softmax_scale, 0)),
-            (consume_long, (dk_desc, dv_desc, dq_ptr, slopes_ptr, cu_seqlens_q_ptr,
-                            cu_seqlens_k_ptr, seqused_q_ptr, seqused_k_ptr, shared, problem, grid,
-                            stride_slopes_b, softmax_scale, 1)),
-            (produce, (q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc, cu_seqlens_q_ptr,
-                       cu_seqlens_k_ptr, seqused_q_ptr, seqused_k_ptr, counter_ptr, shared,
-                       problem, grid)),
-        ], [4, 1], [240, 24])
-    else:
-        gl.warp_specialize([
-            (_consume, (dk_desc, dv_desc, dq_ptr, slopes_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
-                        seqused_q_ptr, seqused_k_ptr, shared, problem, grid, stride_slopes_b,
-                        softmax_scale, 0, WITH_DQ, AHEAD, LATE)),
-            (_consume, (dk_desc, dv_desc, dq_ptr, slopes_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
-                        seqused_q_ptr, seqused_k_ptr, shared, problem, grid, stride_slopes_b,
-                        softmax_scale, 1, WITH_DQ, AHEAD, LATE)),
-            (produce, (q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc, cu_seqlens_q_ptr,
-                       cu_seqlens_k_ptr, seqused_q_ptr, seqused_k_ptr, counter_ptr, shared,
-                       problem, grid)),
-        ], [4, 1], [240, 24])
+    gl.warp_specialize([
+        (_consume, (dk_desc, dv_desc, dq_ptr, slopes_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
+                    seqused_q_ptr, seqused_k_ptr, shared, problem, grid, stride_slopes_b,
+                    softmax_scale, 0, WITH_DQ, AHEAD, LATE, LONG)),
+        (_consume, (dk_desc, dv_desc, dq_ptr, slopes_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
+                    seqused_q_ptr, seqused_k_ptr, shared, problem, grid, stride_slopes_b,
+                    softmax_scale, 1, WITH_DQ, AHEAD, LATE, LONG)),
+        (produce, (q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc, cu_seqlens_q_ptr,
+                   cu_seqlens_k_ptr, seqused_q_ptr, seqused_k_ptr, counter_ptr, shared,
+                   problem, grid)),
+    ], [4, 1], [240, 24])
     # fmt: on

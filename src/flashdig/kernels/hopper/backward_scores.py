@@ -1,7 +1,7 @@
 """Device functions of the backward's tiles: which rows see which keys, scores and their slopes."""
 
 from flashdig.kernels.gluon_api import gl, gluon
-from flashdig.kernels.hopper.problem import LOG2_E
+from flashdig.kernels.hopper.problem import LOG2_E, columns_kept
 
 
 @gluon.jit
@@ -102,26 +102,11 @@ def hidden_transposed(scores, problem, start_m, start_n):
 
 @gluon.jit
 def _hidden_by_row(scores, problem, keys, start_m):
-    """By comparisons with constants, as `problem.masked`: a thread's rows are its first one, 0, 2,
-    4 or 6, and constants."""
-    across: gl.constexpr = gl.SliceLayout(0, scores.type.layout)
-    rows = gl.arange(0, scores.shape[1], across)
-    first = (rows & 6)[None, :]
-    places = gl.convert_layout(gl.broadcast(scores, (rows & -7)[None, :])[1], scores.type.layout)
     lowest = keys * 0
     if problem.RIGHT:
         lowest = keys - (problem.offset + problem.right + start_m)
-    lowest = gl.where(keys < problem.seqlen_k, lowest, scores.shape[1])[:, None] - first
-    scores = gl.inline_asm_elementwise(
-        "{ .reg .pred seen; setp.ge.s32 seen, $2, $3; selp.f32 $0, $1, 0fFF800000, seen; }",
-        "=f,f,r,r", [scores, places, gl.convert_layout(lowest, scores.type.layout)],
-        dtype=gl.float32, is_pure=True, pack=1,
-    )  # fmt: skip
+    lowest = gl.where(keys < problem.seqlen_k, lowest, scores.shape[1])
+    scores = columns_kept(scores, "ge", lowest)
     if problem.LEFT:
-        highest = (keys - (problem.offset - problem.left + start_m))[:, None] - first
-        scores = gl.inline_asm_elementwise(
-            "{ .reg .pred seen; setp.le.s32 seen, $2, $3; selp.f32 $0, $1, 0fFF800000, seen; }",
-            "=f,f,r,r", [scores, places, gl.convert_layout(highest, scores.type.layout)],
-            dtype=gl.float32, is_pure=True, pack=1,
-        )  # fmt: skip
+        scores = columns_kept(scores, "le", keys - (problem.offset - problem.left + start_m))
     return scores

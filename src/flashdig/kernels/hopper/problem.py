@@ -164,18 +164,33 @@ def _masked_on_both_sides(scores, problem, rows, start_n):
 
 @gluon.jit
 def _masked_on_the_right(scores, problem, rows, start_n):
-    """By one comparison with a constant and one selection an element, where LLVM would gather 64
-    comparisons in words first."""
-    columns: gl.constexpr = gl.SliceLayout(0, scores.type.layout)
-    keys = gl.arange(0, scores.shape[1], columns)
     last = gl.full([scores.shape[0]], 0, gl.int32, rows.type.layout) + (problem.seqlen_k - 1)
     if problem.RIGHT:
         last = gl.minimum(rows + (problem.offset + problem.right), last)
-    # a thread's keys are its first one, 0, 2, 4 or 6, and constants
-    limits = (last - start_n)[:, None] - (keys & 6)[None, :]
-    places = gl.convert_layout(gl.broadcast(scores, (keys & -7)[None, :])[1], scores.type.layout)
+    return columns_kept(scores, "le", last - start_n)
+
+
+@gluon.constexpr_function
+def _selection(comparison):
+    return (
+        f"{{ .reg .pred kept; setp.{comparison}.s32 kept, $2, $3; "
+        "selp.f32 $0, $1, 0fFF800000, kept; }"
+    )
+
+
+@gluon.jit
+def columns_kept(scores, COMPARISON: gl.constexpr, limits):
+    """Scores with -inf in columns that are not "le" or "ge" (COMPARISON) their row's limit.
+
+    By one comparison with a constant and one selection an element, where LLVM would gather 64
+    comparisons in words first.
+    """
+    TEXT: gl.constexpr = _selection(COMPARISON)
+    columns = gl.arange(0, scores.shape[1], gl.SliceLayout(0, scores.type.layout))
+    # a thread's columns are its first one, 0, 2, 4 or 6, and constants
+    limits = limits[:, None] - (columns & 6)[None, :]
+    places = gl.convert_layout(gl.broadcast(scores, (columns & -7)[None, :])[1], scores.type.layout)
     return gl.inline_asm_elementwise(
-        "{ .reg .pred seen; setp.le.s32 seen, $2, $3; selp.f32 $0, $1, 0fFF800000, seen; }",
-        "=f,f,r,r", [scores, places, gl.convert_layout(limits, scores.type.layout)],
+        TEXT, "=f,f,r,r", [scores, places, gl.convert_layout(limits, scores.type.layout)],
         dtype=gl.float32, is_pure=True, pack=1,
     )  # fmt: skip
