@@ -80,7 +80,7 @@ def attention_op(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 @_disable_dynamo  # torch.compiler.disable, but imports the compiler only when it is called
 def _transformed(*inputs: Any) -> Any:
-    return _AttentionFunction.apply(*inputs)  # type: ignore[no-untyped-call]
+    return _AttentionFunction.apply(*inputs)  # type: ignore[no-untyped-call, unused-ignore]
 
 
 def planned_forward(inputs: tuple[Any, ...]) -> Plan | None:

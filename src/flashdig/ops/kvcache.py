@@ -170,7 +170,7 @@ class _WithoutBackward(torch.autograd.Function):
 
 def _with_autograd(operator: Any, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs[:TENSORS]):
-        out, lse = _WithoutBackward.apply(operator, *inputs)  # type: ignore[no-untyped-call]
+        out, lse = _WithoutBackward.apply(operator, *inputs)  # type: ignore[no-untyped-call, unused-ignore]
         return out, lse
     with torch._C._AutoDispatchBelowAutograd():
         out, lse = operator(*inputs)
