@@ -365,7 +365,8 @@ def _main(
 ) -> Launch:
     block_m, stages, ahead, late, key_tiles = tiles
     wide = call.width in WIDE
-    long = key_tiles == 1 and call.window_right < 0  # of `backward_long`
+    # `backward_long` makes dQ too
+    long = with_sums and key_tiles == 1 and call.window_right < 0
     block_n = 64 if wide else BLOCK_N
     columns = call.width if wide or long else 64  # of gradients that leave at once
     num_heads_kv = call.k.shape[-2]
@@ -400,6 +401,7 @@ def _main(
             **call.constants(),
         },
         num_warps=4,
+        early=True,
     )
 
 
@@ -442,6 +444,7 @@ def _postprocess(call: Call, dq: torch.Tensor, block_m: int) -> Launch:
             **call.constants(),
         },
         num_warps=4,
+        early=True,
     )
 
 
@@ -453,11 +456,16 @@ def _launch(
     constants: dict[str, Any],
     num_warps: int,
     tiles: dict[str, Tiles] | None = None,
+    early: bool = False,
 ) -> Launch:
-    """A launch whose numbers stand, in the kernel's order, between its tensors and constants."""
+    """A launch whose numbers stand, in the kernel's order, between its tensors and constants.
+
+    early: it begins while the one before it ends, and waits for that itself.
+    """
     names = [name for name in kernel.arg_names if name not in constants][-len(numbers) :]
     named = {**dict(zip(names, numbers, strict=True)), **constants}
-    return Launch(kernel, programs, named, tiles, num_warps=num_warps)
+    options = {"launch_pdl": True} if early else {}
+    return Launch(kernel, programs, named, tiles, num_warps=num_warps, **options)
 
 
 def _tiles(x: torch.Tensor, rows: int, width: int) -> Tiles:

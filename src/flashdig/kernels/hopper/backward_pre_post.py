@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashdig.kernels.gluon_api import gl, gluon
 from flashdig.kernels.hopper.backward_places import live_rows_of_program
@@ -73,6 +74,7 @@ def flashdig_hopper_backward_preprocess(
     LEFT: tl.constexpr,
     RIGHT: tl.constexpr,
 ):
+    gdc_launch_dependents()
     if counter_ptr is not None:
         tl.store(counter_ptr, 0, mask=tl.program_id(0) == 0)
     if PACKED:
@@ -169,6 +171,7 @@ def flashdig_hopper_backward_postprocess(
     LEFT: gl.constexpr,
     RIGHT: gl.constexpr,
 ):
+    gdc_wait()
     # a tile is two halves, each as `add_registers` of `backward_main` leaves it
     ROWS: gl.constexpr = 128 if PACKED else BLOCK_M
     COLUMNS: gl.constexpr = HEAD_DIM * BLOCK_M // 128

@@ -5,6 +5,8 @@ consumers hardware barriers do: an arrival there costs one instruction a warp, w
 a warpgroup before it arrives at an mbarrier.
 """
 
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
 from flashdig.kernels.gluon_api import aggregate, gl, gluon, load_tile, mbarrier
 from flashdig.kernels.hopper.backward_places import columns_of_tile, padded_start
 from flashdig.kernels.hopper.backward_scores import row_tiles
@@ -242,6 +244,8 @@ def produce(
             mbarrier.expect(full, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
             load_rows(k_desc, key_rows, start_n, 0, full, shared.k.index(slot))
             load_rows(v_desc, key_rows, start_n, 0, full, shared.v.index(slot))
+            if walks == 0:  # statistics, zeros and the counter are of the kernel before
+                gdc_wait()
             last = done + grid.group_size * (end - first) - 1
             for member in range(grid.group_size):
                 head = head_kv * grid.group_size + member
@@ -261,9 +265,14 @@ def produce(
                     done += 1
             walks += 1
         elif shared.COUNTED:
+            if walks == 0:
+                gdc_wait()
             following = _claim(shared, count, counter_ptr)
         count += 1
         tile = following
+    if walks == 0:
+        gdc_wait()
+    gdc_launch_dependents()
 
 
 @gluon.jit
