@@ -10,6 +10,7 @@ pytest.importorskip("triton")
 from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.runtime import JITFunction
 
+from flashdig.kernels.hopper import backward_launch
 from flashdig.kernels.hopper import backward_operator as hopper
 
 ROLES = ("grad_out", "grad_lse", "q", "k", "v", "bias", "alibi_slopes", "sinks", "dropout_seed",
@@ -120,13 +121,19 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_plan_and_launcher_launch_the_same(launched, name, deterministic) -> None:
+@pytest.mark.parametrize("few_keys", [False, True])
+def test_plan_and_launcher_launch_the_same(
+    launched, monkeypatch, name, few_keys, deterministic
+) -> None:
+    apart_up_to = dict.fromkeys((64, 128, 256), (340, 340)) if few_keys else {}
+    monkeypatch.setattr(backward_launch, "APART", apart_up_to)
     tensors, numbers = call(**CASES[name])
     wanted = (*ALL[:4], tensors["sinks"] is not None)
     direct, planned = both(launched, tensors, numbers, wanted, deterministic=deterministic)
     assert direct == planned
     kernels = [kernel for kernel, _, _ in planned]
-    assert ("flashdig_hopper_backward_dq" in kernels) == deterministic
+    apart = deterministic or (few_keys and not numbers["window_left"] >= 0 and "packed" not in name)
+    assert ("flashdig_hopper_backward_dq" in kernels) == apart
     for _, _, bound in planned:
         for argument, role in NAMES.items():
             if argument in bound and tensors[role] is not None:

@@ -66,6 +66,57 @@ def test_rows_of_a_tile_and_buffers_of_keys(head_dim, seqlen, heads_kv, right, e
     lse = torch.empty(2, 8, seqlen, device="meta")
     numbers = {"softmax_scale": 1.0, "softcap": 0.0, "window_left": -1, "window_right": right}
     made = Launches(Call(q, None, q, k, k, None, q, lse, **numbers), q, k, k)
-    names = made._main._kernel.arg_names[-len(made._main._rest) :]
-    constants = dict(zip(names, made._main._rest, strict=True))
+    constants = constants_of(made._main)
     assert (constants["BLOCK_M"], constants["KEY_TILES"]) == expected
+
+
+def constants_of(launch):
+    names = launch._kernel.arg_names[-len(launch._rest) :]
+    return dict(zip(names, launch._rest, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "seqlen_k", "left", "right", "apart"),
+    [
+        (128, 512, -1, -1, True),
+        (128, 513, -1, -1, False),
+        (128, 1024, -1, 0, True),
+        (128, 1025, -1, 0, False),
+        (96, 512, -1, -1, True),  # padded to 128
+        (256, 1024, -1, -1, True),
+        (256, 2048, -1, 0, True),
+        (256, 2049, -1, 0, False),
+        (64, 64, -1, 0, False),
+        (128, 512, 100, 0, False),  # a window: not measured
+    ],
+)
+def test_dq_is_made_apart_where_keys_are_few(head_dim, seqlen_k, left, right, apart):
+    q = torch.empty(2, 700, 8, head_dim, dtype=torch.bfloat16, device="meta")
+    k = torch.empty(2, seqlen_k, 4, head_dim, dtype=torch.bfloat16, device="meta")
+    lse = torch.empty(2, 8, 700, device="meta")
+    numbers = {"softmax_scale": 1.0, "softcap": 0.0, "window_left": left, "window_right": right}
+    call = Call(q, None, q, k, k, None, q, lse, **numbers)
+    made = Launches(call, q, k, k)
+    assert (made._dq is not None) == apart
+    assert (made._postprocess is None) == apart
+    assert constants_of(made._main)["WITH_DQ"] != apart
+    # what is asked for comes first
+    assert Launches(call, q, k, k, dq_apart=True)._dq is not None
+    assert Launches(call, q, k, k, dq_apart=False)._dq is None
+
+
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+@pytest.mark.parametrize("right", [-1, 0])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_the_walk_of_long_tiles_makes_dq(head_dim, right, softcap):
+    """It cannot leave dQ to another kernel, whatever makes scores of products."""
+    q = torch.empty(2, 4096, 8, head_dim, dtype=torch.bfloat16, device="meta")
+    lse = torch.empty(2, 8, 4096, device="meta")
+    numbers = {"softmax_scale": 1.0, "softcap": softcap, "window_left": -1, "window_right": right}
+    call = Call(q, None, q, q, q, None, q, lse, **numbers)
+    fused, apart = (Launches(call, q, q, q, dq_apart=choice)._main for choice in (False, True))
+    if head_dim == 256:  # a kernel of its own
+        assert "LONG" not in constants_of(fused)
+    else:
+        assert constants_of(fused)["LONG"] == (head_dim == 128 and right < 0)
+        assert not constants_of(apart)["LONG"]

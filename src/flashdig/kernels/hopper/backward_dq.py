@@ -1,30 +1,157 @@
 """dQ alone for Hopper: one tile of rows stays, the keys that it sees walk by.
 
-    producer    Q and dO once; then K and V tiles, left to right, into rings of buffers (TMA)
+    producer    Q and dO with their statistics; then K and V tiles, left to right, into rings of
+                buffers (TMA)
     consumers   two warpgroups of 64 rows keep dQ in registers: dP_i = dO V_i^T is issued;
                 P_i = exp(S_i - lse) meanwhile; then S_{i+1} = Q K_{i+1}^T and dQ += dS_i K_i
 
 Beside a main kernel that makes dK and dV only, it gives the same bits in every run: nothing is
-added up in memory. The price is that S and dP are computed twice: 7 products instead of 5.
+added up in memory. The price is that S and dP are computed twice: 7 products instead of 5; what it
+saves are float32 sums of dQ, which short sequences move more often than their inputs.
+
+With two buffers for rows a block makes several tiles: the rows of the next one arrive while one is
+made, S of its first keys is computed in the last step, and dQ leaves through Q's buffer meanwhile.
 """
 
+from triton.language.extra.cuda import gdc_wait
+
 from flashdig.kernels.gluon_api import (
+    aggregate,
     fence_async_shared,
     gl,
     gluon,
+    load_tile,
     mbarrier,
     wait_for_tile_stores,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from flashdig.kernels.hopper.backward_names import kernel_name
-from flashdig.kernels.hopper.backward_places import live_rows_of_program
+from flashdig.kernels.hopper.backward_places import Grid, live_rows_of_tile
 from flashdig.kernels.hopper.backward_scores import hidden, places, scores_of
+from flashdig.kernels.hopper.backward_shared import (
+    SENT_AHEAD,
+    following_tile,
+    of_sequence_and_head,
+    send_tile,
+)
 from flashdig.kernels.hopper.problem import Problem, key_tiles
-from flashdig.kernels.hopper.ring import new_ring, release, take, wait_until_empty
-from flashdig.kernels.hopper.rows import Rows, load_rows, rows_in_sections, store_rows
+from flashdig.kernels.hopper.ring import leave_out, new_ring, release, take, wait_until_empty
+from flashdig.kernels.hopper.rows import Rows, load_rows, store_rows, tile_in_sections
 
 ROWS = gl.constexpr(64)  # of a warpgroup
+
+
+@aggregate
+class RowSlots:
+    """Buffers of rows, SLOTS for each of two consumers, and numbers of tiles.
+
+    Attributes:
+        queries, grads: (2 * SLOTS, ROWS, HEAD_DIM), Q and dO; lse, delta: (2 * SLOTS, ROWS).
+        mail, mail_full, mail_empty: numbers of tiles, from the producer, where COUNTED.
+    """
+
+    queries: gl.shared_memory_descriptor
+    grads: gl.shared_memory_descriptor
+    lse: gl.shared_memory_descriptor
+    delta: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    mail: gl.shared_memory_descriptor
+    mail_full: gl.shared_memory_descriptor
+    mail_empty: gl.shared_memory_descriptor
+    SLOTS: gl.constexpr
+    COUNTED: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(
+        self, queries, grads, lse, delta, full, empty, mail, mail_full, mail_empty, SLOTS, COUNTED
+    ):
+        self.queries = queries
+        self.grads = grads
+        self.lse = lse
+        self.delta = delta
+        self.full = full
+        self.empty = empty
+        self.mail = mail
+        self.mail_full = mail_full
+        self.mail_empty = mail_empty
+        self.SLOTS = gl.constexpr(SLOTS)
+        self.COUNTED = gl.constexpr(COUNTED)
+
+
+@gluon.jit
+def _new_slots(
+    q_desc, lse_desc, HEAD_DIM: gl.constexpr, SLOTS: gl.constexpr, COUNTED: gl.constexpr
+):
+    dtype: gl.constexpr = q_desc.dtype
+    statistics: gl.constexpr = lse_desc.layout
+    tile_q: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, HEAD_DIM], dtype)
+    barrier: gl.constexpr = mbarrier.MBarrierLayout()
+    one_number: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    full = gl.allocate_shared_memory(gl.int64, [2 * SLOTS, 1], barrier)
+    empty = gl.allocate_shared_memory(gl.int64, [2 * SLOTS, 1], barrier)
+    for slot in gl.static_range(2 * SLOTS):
+        mbarrier.init(full.index(slot), count=1)
+        mbarrier.init(empty.index(slot), count=1)
+    # see `new_shared` of `backward_shared`
+    mail = full
+    mail_full = full
+    mail_empty = full
+    if COUNTED:
+        mail = gl.allocate_shared_memory(gl.int32, [SENT_AHEAD, 1], one_number)
+        mail_full = gl.allocate_shared_memory(gl.int64, [SENT_AHEAD, 1], barrier)
+        mail_empty = gl.allocate_shared_memory(gl.int64, [SENT_AHEAD, 1], barrier)
+        for slot in gl.static_range(SENT_AHEAD):
+            mbarrier.init(mail_full.index(slot), count=1)
+            mbarrier.init(mail_empty.index(slot), count=2)
+    return RowSlots(
+        gl.allocate_shared_memory(dtype, [2 * SLOTS, ROWS, HEAD_DIM], tile_q),
+        gl.allocate_shared_memory(dtype, [2 * SLOTS, ROWS, HEAD_DIM], tile_q),
+        gl.allocate_shared_memory(gl.float32, [2 * SLOTS, ROWS], statistics),
+        gl.allocate_shared_memory(gl.float32, [2 * SLOTS, ROWS], statistics),
+        full,
+        empty,
+        mail,
+        mail_full,
+        mail_empty,
+        SLOTS,
+        COUNTED,
+    )
+
+
+@gluon.jit
+def _rows_of_tile(
+    grid, problem, cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr, tile, BLOCK_M: gl.constexpr
+):
+    """A tile of rows: (batch, head, start_m, first_q, seqlen_q, first_k, seqlen_k, offset,
+    statistics), the last its first row in padded buffers; start_m is past the last row where there
+    is nothing to do."""
+    num_heads = grid.num_heads_kv * grid.group_size
+    if grid.PACKED:
+        batch, head, start_m, padded, first_q, seqlen_q, first_k, seqlen_k, offset = (
+            live_rows_of_tile(
+                tile, cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr, grid.batch_size, num_heads,
+                problem.seqlen_q, problem.seqlen_k, problem.left, problem.right, BLOCK_M,
+                grid.TOP_LEFT, problem.LEFT, problem.RIGHT,
+            )
+        )  # fmt: skip
+        statistics = head * grid.padded_q + padded
+    else:
+        batch, head, start_m = tile_in_sections(
+            tile, grid.batch_size, num_heads, problem.seqlen_q, grid.heads_together, BLOCK_M
+        )
+        first_q = tile * 0
+        first_k = first_q
+        seqlen_q = problem.seqlen_q
+        seqlen_k = problem.seqlen_k
+        offset = problem.offset
+        statistics = (batch * num_heads + head) * grid.padded_q + start_m
+    # a descriptor's coordinates have 32 bits, and so many rows a tensor
+    return (
+        batch, head, start_m, first_q, seqlen_q, first_k, seqlen_k, offset,
+        statistics.to(gl.int32),
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -35,19 +162,78 @@ def _put(ring, step, desc, key_rows, row):
 
 
 @gluon.jit
+def _put_rows(slots, walks, q_desc, dout_desc, lse_desc, delta_desc, query_rows, row, statistics):
+    for c in gl.static_range(2):
+        slot = c * slots.SLOTS + walks % slots.SLOTS
+        mbarrier.wait(slots.empty.index(slot), ((walks // slots.SLOTS) & 1) ^ 1)
+        full = slots.full.index(slot)
+        mbarrier.expect(full, 2 * (q_desc.block_type.nbytes + lse_desc.block_type.nbytes))
+        load_rows(q_desc, query_rows, row + c * ROWS, 0, full, slots.queries.index(slot))
+        load_rows(dout_desc, query_rows, row + c * ROWS, 0, full, slots.grads.index(slot))
+        load_tile(lse_desc, [statistics + c * ROWS], full, slots.lse.index(slot))
+        load_tile(delta_desc, [statistics + c * ROWS], full, slots.delta.index(slot))
+
+
+@gluon.jit
 def _produce(
-    q_desc, dout_desc, k_desc, v_desc, q_smem, dout_smem, rows_full, key_ring, value_ring,
-    query_rows, key_rows, start_m, first, end,
+    q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc, cu_q_ptr, cu_k_ptr, used_q_ptr,
+    used_k_ptr, counter_ptr, slots, key_ring, value_ring, problem, grid,
 ):  # fmt: skip
     BLOCK_N: gl.constexpr = key_ring.tiles.shape[1]
-    for c in gl.static_range(2):
-        full = rows_full.index(c)
-        mbarrier.expect(full, q_desc.block_type.nbytes + dout_desc.block_type.nbytes)
-        load_rows(q_desc, query_rows, start_m + c * ROWS, 0, full, q_smem.index(c))
-        load_rows(dout_desc, query_rows, start_m + c * ROWS, 0, full, dout_smem.index(c))
-    for step in range(end - first):
-        _put(key_ring, step, k_desc, key_rows, (first + step) * BLOCK_N)
-        _put(value_ring, step, v_desc, key_rows, (first + step) * BLOCK_N)
+    BLOCK_M: gl.constexpr = 2 * ROWS
+    tile = gl.program_id(0)
+    told = tile * 0  # tiles that the consumers were told
+    walks = tile * 0  # tiles that are there
+    done = tile * 0  # tiles of keys so far
+    while tile < grid.tiles:
+        following = tile + gl.num_programs(0)
+        batch, head, start_m, first_q, seqlen_q, first_k, seqlen_k, offset, statistics = (
+            _rows_of_tile(grid, problem, cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr, tile, BLOCK_M)
+        )
+        if start_m < seqlen_q:
+            of_sequence = of_sequence_and_head(problem, seqlen_q, seqlen_k, offset, problem.slope)
+            first, _, _, end = key_tiles(of_sequence, start_m, BLOCK_M, BLOCK_N)
+            query_rows = Rows(batch, head, first_q, seqlen_q, grid.PACKED, 1)
+            key_rows = Rows(batch, head // grid.group_size, first_k, seqlen_k, grid.PACKED, 1)
+            if slots.COUNTED:  # noqa: SIM102 - decided when compiling
+                # of tiles that are not there nothing is told: the consumers, which compute S of
+                # the next one ahead, would not read it
+                if tile != gl.program_id(0):
+                    send_tile(slots, told, tile)
+                    told += 1
+            _put_rows(
+                slots, walks, q_desc, dout_desc, lse_desc, delta_desc, query_rows, start_m,
+                statistics,
+            )  # fmt: skip
+            for number in range(first, end):
+                if slots.COUNTED:  # noqa: SIM102 - decided when compiling
+                    # as late as possible: a claimed tile waits until this one is done
+                    if number == end - 1:
+                        following = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1)
+                _put(key_ring, done, k_desc, key_rows, number * BLOCK_N)
+                _put(value_ring, done, v_desc, key_rows, number * BLOCK_N)
+                done += 1
+            walks += 1
+        elif slots.COUNTED:
+            following = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1)
+        tile = following
+    if slots.COUNTED:
+        send_tile(slots, told, tile)
+    if slots.SLOTS == 2:  # what the last step computes ahead is of nothing
+        wait_until_empty(key_ring, done)
+        leave_out(key_ring, done)
+        for c in gl.static_range(2):
+            mbarrier.arrive(slots.full.index(c * 2 + walks % 2), count=1)
+    # it may have begun before the kernel ahead ended; what follows must not
+    gdc_wait()
+
+
+@gluon.jit
+def _take_rows(slots, walks, CONSUMER: gl.constexpr):
+    """The slot of tile number `walks`, once its rows are there."""
+    slot = CONSUMER * slots.SLOTS + walks % slots.SLOTS
+    mbarrier.wait(slots.full.index(slot), (walks // slots.SLOTS) & 1)
+    return slot
 
 
 @gluon.jit
@@ -65,10 +251,11 @@ def _start_scores(q, q_tile, k, zeros):
 
 @gluon.jit
 def _walk(
-    state, q, q_smem, dout_smem, lse, delta, key_ring, value_ring, problem, start_m, first, begin,
-    stop, last_step, CONSUMER: gl.constexpr, MASKED: gl.constexpr,
+    state, q, slots, walks, lse, delta, key_ring, value_ring, problem, start_m, begin, stop,
+    step_of_tile_0, last_step, CONSUMER: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Key tiles begin..stop; S of the first is in `state`, as is that of the next at the end."""
+    """Key tiles begin..stop; S of the first is in `state`, as is that of the next at the end, with
+    two slots that of the next tile of rows."""
     dq, products = state
     dtype: gl.constexpr = key_ring.tiles.dtype
     BLOCK_N: gl.constexpr = key_ring.tiles.shape[1]
@@ -76,13 +263,14 @@ def _walk(
     s_layout: gl.constexpr = products.type.layout
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)
     for tile in range(begin, stop):
-        step = tile - first
-        # CONSUMER, but not to LLVM, which would keep the descriptors in registers
-        consumer = CONSUMER + (tile >> 30)
-        q_tile = q_smem.index(consumer)
-        dout = dout_smem.index(consumer)
+        step = step_of_tile_0 + tile
+        # always 0, but not to LLVM, which would keep the descriptors in registers
+        none = tile >> 30
+        slot = CONSUMER * slots.SLOTS + walks % slots.SLOTS + none
         v = take(value_ring, step).permute((1, 0))
-        dprobs_started = warpgroup_mma(dout, v, zeros, use_acc=False, is_async=True)
+        dprobs_started = warpgroup_mma(
+            slots.grads.index(slot), v, zeros, use_acc=False, is_async=True
+        )
         keys, rows = places(products, start_m, tile * BLOCK_N, False)
         scores, slope = scores_of(products, problem, keys, rows)
         if MASKED:
@@ -93,8 +281,14 @@ def _walk(
         dprobs = warpgroup_mma_wait(0, deps=(dprobs_started,))
         release(value_ring, step)
         ds = gl.convert_layout((probs * (dprobs - delta[:, None])).to(dtype), operand)
-        k_next = take(key_ring, gl.minimum(step + 1, last_step))
-        products_started = _start_scores(q, q_tile, k_next, zeros)
+        if slots.SLOTS == 2:
+            k_next = take(key_ring, step + 1)
+            next_slot = _take_rows(slots, walks + (step == last_step).to(gl.int32), CONSUMER)
+            q_tile = slots.queries.index(next_slot)
+            products_started = _start_scores(q_tile, q_tile, k_next, zeros)
+        else:
+            k_next = take(key_ring, gl.minimum(step + 1, last_step))
+            products_started = _start_scores(q, slots.queries.index(slot), k_next, zeros)
         k = key_ring.tiles.index(step % key_ring.STAGES)
         dq_started = warpgroup_mma(ds, k, dq, is_async=True)
         products, dq, _ = warpgroup_mma_wait(0, deps=(products_started, dq_started, ds))
@@ -103,49 +297,92 @@ def _walk(
 
 
 @gluon.jit
-def _consume(
-    dq_desc, lse_ptr, delta_ptr, q_smem, dout_smem, rows_full, key_ring, value_ring, problem,
-    query_rows, start_m, tiles, softmax_scale, CONSUMER: gl.constexpr,
+def _make_rows(
+    products, dq_desc, slots, walks, done, key_ring, value_ring, problem, query_rows, start_m,
+    softmax_scale, CONSUMER: gl.constexpr,
 ):  # fmt: skip
-    first, full_first, full_end, end = tiles
+    """dQ of a consumer's half of a tile: (S that is computed ahead, steps of the rings so far)."""
     BLOCK_N: gl.constexpr = key_ring.tiles.shape[1]
     HEAD_DIM: gl.constexpr = key_ring.tiles.shape[2]
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    s_layout: gl.constexpr = products.type.layout
     d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
-    start_m += CONSUMER * ROWS
-    rows = CONSUMER * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
-    lse = gl.load(lse_ptr + rows)
-    delta = gl.load(delta_ptr + rows)
-    dq = gl.zeros([ROWS, HEAD_DIM], gl.float32, d_layout)
-    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)
-    q_tile = q_smem.index(CONSUMER)
-
-    mbarrier.wait(rows_full.index(CONSUMER), 0)
+    first, full_first, full_end, end = key_tiles(problem, start_m, 2 * ROWS, BLOCK_N)
+    slot = _take_rows(slots, walks, CONSUMER)
+    q_tile = slots.queries.index(slot)
     q = q_tile
-    if HEAD_DIM == 256:
-        q = q_tile.slice(0, HEAD_DIM // 2, 1).load(gl.DotOperandLayout(0, s_layout, 2))
-    products_started = _start_scores(q, q_tile, take(key_ring, 0), zeros)
-    products = warpgroup_mma_wait(0, deps=(products_started,))
-    last_step = end - first - 1
+    if slots.SLOTS == 1:
+        if HEAD_DIM == 256:
+            q = q_tile.slice(0, HEAD_DIM // 2, 1).load(gl.DotOperandLayout(0, s_layout, 2))
+        zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)
+        products_started = _start_scores(q, q_tile, take(key_ring, done), zeros)
+    lse = slots.lse.index(slot).load(gl.SliceLayout(1, s_layout))
+    delta = slots.delta.index(slot).load(gl.SliceLayout(1, s_layout))
+    if slots.SLOTS == 1:
+        products = warpgroup_mma_wait(0, deps=(products_started,))
+    else:  # noqa: PLR5501 - decided when compiling
+        if walks > 0:  # dQ before has left its rows' buffer
+            wait_for_tile_stores(0)
+            mbarrier.arrive(slots.empty.index(CONSUMER * 2 + (walks + 1) % 2), count=1)
+    dq = gl.zeros([ROWS, HEAD_DIM], gl.float32, d_layout)
+    start_m += CONSUMER * ROWS
+    step_of_tile_0 = done - first
+    last_step = step_of_tile_0 + end - 1
     # keys cut on the window's left side, whole ones, keys cut by the diagonal or the end
     if problem.LEFT:
         dq, products = _walk(
-            (dq, products), q, q_smem, dout_smem, lse, delta, key_ring, value_ring, problem,
-            start_m, first, first, full_first, last_step, CONSUMER, True,
+            (dq, products), q, slots, walks, lse, delta, key_ring, value_ring, problem, start_m,
+            first, full_first, step_of_tile_0, last_step, CONSUMER, True,
         )  # fmt: skip
     dq, products = _walk(
-        (dq, products), q, q_smem, dout_smem, lse, delta, key_ring, value_ring, problem, start_m,
-        first, full_first, full_end, last_step, CONSUMER, False,
+        (dq, products), q, slots, walks, lse, delta, key_ring, value_ring, problem, start_m,
+        full_first, full_end, step_of_tile_0, last_step, CONSUMER, False,
     )  # fmt: skip
     dq, products = _walk(
-        (dq, products), q, q_smem, dout_smem, lse, delta, key_ring, value_ring, problem, start_m,
-        first, full_end, end, last_step, CONSUMER, True,
+        (dq, products), q, slots, walks, lse, delta, key_ring, value_ring, problem, start_m,
+        full_end, end, step_of_tile_0, last_step, CONSUMER, True,
     )  # fmt: skip
 
     # through Q's buffer, which nothing reads any more; rows past seqlen_q are not written
     q_tile.store((dq * softmax_scale).to(q_tile.dtype))
     fence_async_shared()
     store_rows(dq_desc, query_rows, start_m, 0, q_tile)
+    return products, done + end - first
+
+
+@gluon.jit
+def _consume(
+    dq_desc, slopes_ptr, cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr, slots, key_ring, value_ring,
+    problem, grid, stride_slopes_b, softmax_scale, CONSUMER: gl.constexpr,
+):  # fmt: skip
+    BLOCK_N: gl.constexpr = key_ring.tiles.shape[1]
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)
+    products = zeros
+    tile = gl.program_id(0)
+    told = tile * 0
+    walks = tile * 0
+    done = tile * 0
+    if slots.SLOTS == 2:  # of the first rows that there are, or of nothing
+        q_tile = slots.queries.index(_take_rows(slots, walks, CONSUMER))
+        products_started = _start_scores(q_tile, q_tile, take(key_ring, done), zeros)
+        products = warpgroup_mma_wait(0, deps=(products_started,))
+    while tile < grid.tiles:
+        batch, head, start_m, first_q, seqlen_q, _, seqlen_k, offset, _ = _rows_of_tile(
+            grid, problem, cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr, tile, 2 * ROWS
+        )
+        if start_m < seqlen_q:
+            slope = problem.slope
+            if problem.ALIBI:
+                slope = gl.load(slopes_ptr + batch * stride_slopes_b + head)
+            of_head = of_sequence_and_head(problem, seqlen_q, seqlen_k, offset, slope)
+            query_rows = Rows(batch, head, first_q, seqlen_q, grid.PACKED, 1)
+            products, done = _make_rows(
+                products, dq_desc, slots, walks, done, key_ring, value_ring, of_head, query_rows,
+                start_m, softmax_scale, CONSUMER,
+            )  # fmt: skip
+            walks += 1
+        tile = following_tile(slots, told, tile)
+        told += 1
     wait_for_tile_stores(0)
 
 
@@ -180,13 +417,14 @@ def flashdig_hopper_backward_dq(
     k_desc,
     v_desc,
     dq_desc,
-    lse_ptr,
-    delta_ptr,
+    lse_desc,
+    delta_desc,
     slopes_ptr,
     cu_seqlens_q_ptr,
     cu_seqlens_k_ptr,
     seqused_q_ptr,
     seqused_k_ptr,
+    counter_ptr,
     batch_size,
     num_heads,
     group_size,
@@ -206,6 +444,8 @@ def flashdig_hopper_backward_dq(
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
     STAGES_V: gl.constexpr,
+    SLOTS: gl.constexpr,
+    COUNTED: gl.constexpr,
     PACKED: gl.constexpr,
     TOP_LEFT: gl.constexpr,
     LEFT: gl.constexpr,
@@ -214,57 +454,39 @@ def flashdig_hopper_backward_dq(
 ):
     dtype: gl.constexpr = q_desc.dtype
     BLOCK_M: gl.constexpr = 2 * ROWS
-    tile_q: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, HEAD_DIM], dtype)
-    q_smem = gl.allocate_shared_memory(dtype, [2, ROWS, HEAD_DIM], tile_q)
-    dout_smem = gl.allocate_shared_memory(dtype, [2, ROWS, HEAD_DIM], tile_q)
-    rows_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for c in gl.static_range(2):
-        mbarrier.init(rows_full.index(c), count=1)
+    slots = _new_slots(q_desc, lse_desc, HEAD_DIM, SLOTS, COUNTED)
     key_ring = new_ring(dtype, BLOCK_N, HEAD_DIM, STAGES, 2)
     value_ring = new_ring(dtype, BLOCK_N, HEAD_DIM, STAGES_V, 2)
     fence_async_shared()
 
-    if PACKED:
-        batch, head, start_m, padded, first_q, seqlen_q, first_k, seqlen_k, offset = (
-            live_rows_of_program(
-                cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_q_ptr, seqused_k_ptr, batch_size,
-                num_heads, seqlen_q, seqlen_k, left, right, BLOCK_M, TOP_LEFT, LEFT, RIGHT,
-            )
-        )  # fmt: skip
-        if start_m >= seqlen_q:
-            return
-        statistics = head.to(gl.int64) * padded_q + padded
-    else:
-        batch, head, start_m = rows_in_sections(
-            batch_size, num_heads, seqlen_q, heads_together, BLOCK_M
-        )
-        first_q = start_m * 0
-        first_k = start_m * 0
-        statistics = (batch * num_heads + head).to(gl.int64) * padded_q + start_m
-    lse_ptr += statistics
-    delta_ptr += statistics
-    query_rows = Rows(batch, head, first_q, seqlen_q, PACKED, 1)
-    key_rows = Rows(batch, head // group_size, first_k, seqlen_k, PACKED, 1)
-    ALIBI: gl.constexpr = slopes_ptr is not None
-    slope = score_factor * 0.0
-    if ALIBI:
-        slope = gl.load(slopes_ptr + batch * stride_slopes_b + head)
-    problem = Problem(
-        seqlen_q, seqlen_k, offset, left, right, score_factor, exp_factor, softcap, slope,
-        LEFT, RIGHT, SOFTCAP, ALIBI,
+    tiles_m = gl.cdiv(seqlen_q, BLOCK_M)
+    tiles = batch_size * num_heads * tiles_m
+    if PACKED:  # slots that are enough wherever the sequences begin
+        tiles_m = seqlen_q // BLOCK_M + batch_size
+        tiles = num_heads * tiles_m
+    grid = Grid(
+        tiles, tiles_m, batch_size, num_heads // group_size, group_size, heads_together, padded_q,
+        PACKED, TOP_LEFT,
     )  # fmt: skip
-    first, full_first, full_end, end = key_tiles(problem, start_m, BLOCK_M, BLOCK_N)
+    problem = Problem(
+        seqlen_q, seqlen_k, offset, left, right, score_factor, exp_factor, softcap,
+        score_factor * 0.0, LEFT, RIGHT, SOFTCAP, slopes_ptr is not None,
+    )  # fmt: skip
+    # of two in the buffer, the second; the main kernel has the first
+    if COUNTED:
+        counter_ptr += 1
 
     # the tuples stand inside the calls: bound to a name, their constants would become tensors
     # fmt: off
     gl.warp_specialize([
-        (_consume, (dq_desc, lse_ptr, delta_ptr, q_smem, dout_smem, rows_full, key_ring,
-                    value_ring, problem, query_rows, start_m,
-                    (first, full_first, full_end, end), softmax_scale, 0)),
-        (_consume, (dq_desc, lse_ptr, delta_ptr, q_smem, dout_smem, rows_full, key_ring,
-                    value_ring, problem, query_rows, start_m,
-                    (first, full_first, full_end, end), softmax_scale, 1)),
-        (_produce, (q_desc, dout_desc, k_desc, v_desc, q_smem, dout_smem, rows_full, key_ring,
-                    value_ring, query_rows, key_rows, start_m, first, end)),
+        (_consume, (dq_desc, slopes_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_q_ptr,
+                    seqused_k_ptr, slots, key_ring, value_ring, problem, grid, stride_slopes_b,
+                    softmax_scale, 0)),
+        (_consume, (dq_desc, slopes_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_q_ptr,
+                    seqused_k_ptr, slots, key_ring, value_ring, problem, grid, stride_slopes_b,
+                    softmax_scale, 1)),
+        (_produce, (q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc, cu_seqlens_q_ptr,
+                    cu_seqlens_k_ptr, seqused_q_ptr, seqused_k_ptr, counter_ptr, slots, key_ring,
+                    value_ring, problem, grid)),
     ], [4, 1], [240, 24])
     # fmt: on

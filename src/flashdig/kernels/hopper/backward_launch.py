@@ -50,12 +50,18 @@ CAUSAL_TILES = {
 DKDV_TILES = {**TILES, 64: (128, 3, False, False, 2), 128: (64, 3, True, False, 2)}
 # with softcap or ALiBi 128 rows would spill
 SCALED_TILES = {**TILES, 64: (64, 3, True, False, 2)}
-# width -> (keys of a tile, buffers of K, buffers of V) of dQ's own kernel
-DQ_TILES = {64: (128, 2, 2), 128: (128, 2, 2), 256: (32, 2, 2)}
+# width -> most keys up to which dQ is faster made apart, without a causal mask and with one: the
+# sums of dQ are moved more often than the inputs. Measured:
+# benchmarks/tiles/hopper-backward-h200.json
+APART = {128: (512, 1024), 256: (1024, 2048)}
+# width -> (keys of a tile, buffers of K, of V, and of rows) of dQ's own kernel
+DQ_TILES = {64: (128, 3, 3, 2), 128: (128, 2, 1, 2), 256: (32, 2, 2, 1)}
+# the same where dQ is faster made apart
+SHORT_DQ_TILES = {**DQ_TILES, 128: (64, 3, 3, 2)}
 # widths of the kernel of `backward_wide`, whose tiles have 64 rows and 64 keys
 WIDE = (256,)
 PREPROCESS_ROWS = 32
-COUNTER = 4  # numbers, of which one is used: what follows stays aligned
+COUNTER = 4  # numbers, of which two are used: what follows stays aligned
 
 
 @dataclass(frozen=True)
@@ -160,6 +166,14 @@ class Call:
         return rows * self.group_size
 
     @property
+    def short(self) -> bool:
+        """Keys are so few that dQ is faster made apart."""
+        if self.packed or self.window_left >= 0:
+            return False
+        full, causal = APART.get(self.width, (0, 0))
+        return self.seqlen_k <= (causal if self.window_right >= 0 else full)
+
+    @property
     def scaled(self) -> bool:
         """Scores are more than scaled products."""
         return self.softcap > 0.0 or self.alibi_slopes is not None
@@ -223,9 +237,9 @@ def hopper_backward(
     dv: torch.Tensor | None,
     delta: torch.Tensor | None = None,
     *,
-    dq_apart: bool = False,
+    dq_apart: bool | None = None,
     tiles: tuple[int, int, bool, bool, int] | None = None,
-    dq_tiles: tuple[int, int, int] | None = None,
+    dq_tiles: tuple[int, int, int, int] | None = None,
 ) -> None:
     """Write the gradients of a call.
 
@@ -233,7 +247,8 @@ def hopper_backward(
         dq, dk, dv: as q, k and v, with strides that TMA can take; None is not wanted. dk and dv
             are wanted together.
         delta: as lse, contiguous: rowsum(dO * O) - dLSE of live rows is written there.
-        dq_apart: dQ comes from a kernel of its own: the same bits in every run.
+        dq_apart: dQ comes from a kernel of its own: the same bits in every run; None, where that is
+            faster.
         tiles, dq_tiles: entries other than those of `TILES` and `DQ_TILES`.
     """
     launches = Launches(call, dq, dk, dv, dq_apart=dq_apart, tiles=tiles, dq_tiles=dq_tiles)
@@ -268,12 +283,13 @@ class Launches:
         dk: torch.Tensor | None,
         dv: torch.Tensor | None,
         *,
-        dq_apart: bool = False,
+        dq_apart: bool | None = None,
         tiles: tuple[int, int, bool, bool, int] | None = None,
-        dq_tiles: tuple[int, int, int] | None = None,
+        dq_tiles: tuple[int, int, int, int] | None = None,
     ) -> None:
         device = call.q.device
-        with_sums = dq is not None and dk is not None and not dq_apart
+        apart = call.short if dq_apart is None else dq_apart
+        with_sums = dq is not None and dk is not None and not apart
         table = TILES if with_sums else DKDV_TILES
         if call.scaled:
             table = SCALED_TILES
@@ -295,7 +311,9 @@ class Launches:
         if dq is not None and with_sums:
             self._postprocess = _postprocess(call, dq, tiles[0])
         elif dq is not None:
-            self._dq = _dq(call, dq, dq_tiles or DQ_TILES[call.width])
+            table_of_dq = SHORT_DQ_TILES if call.short else DQ_TILES
+            dq_tiles = dq_tiles or table_of_dq[call.width]
+            self._dq = _dq(call, dq, dq_tiles, early=self._main is not None)
 
     def __call__(self, *tensors: Any) -> None:
         for launch, arguments in self.steps(self.make_buffer(), *tensors):
@@ -329,7 +347,8 @@ class Launches:
             walked = (q, grad_out, k, v, dk, dv, *read, sums, alibi_slopes, *lengths, counter)
             steps.append((self._main, walked))
         if self._dq is not None:
-            steps.append((self._dq, (q, grad_out, k, v, dq, *read, alibi_slopes, *lengths)))
+            walked = (q, grad_out, k, v, dq, *read, alibi_slopes, *lengths, counter)
+            steps.append((self._dq, walked))
         if self._postprocess is not None:
             steps.append((self._postprocess, (sums, dq, *lengths)))
         return steps
@@ -405,13 +424,17 @@ def _main(
     )
 
 
-def _dq(call: Call, dq: torch.Tensor, tiles: tuple[int, int, int]) -> Launch:
-    block_n, stages, stages_v = tiles
+def _dq(call: Call, dq: torch.Tensor, tiles: tuple[int, int, int, int], *, early: bool) -> Launch:
+    block_n, stages, stages_v, slots = tiles
     num_heads = call.q.shape[-2]
     head_bytes = 2 * call.seqlen_k * call.width * call.k.element_size()
+    programs = call.programs(call.seqlen_q, 128, num_heads)
+    if slots == 2:  # blocks make several tiles of rows
+        programs = min(programs, multiprocessors(call.q.device))
+    statistics = _statistics(call, 64)
     return _launch(
         flashdig_hopper_backward_dq,
-        call.programs(call.seqlen_q, 128, num_heads),
+        programs,
         call.numbers(call.together(call.batch * num_heads, head_bytes)),
         tiles={
             "q_desc": _tiles(call.q, 64, call.width),
@@ -419,15 +442,20 @@ def _dq(call: Call, dq: torch.Tensor, tiles: tuple[int, int, int]) -> Launch:
             "k_desc": _tiles(call.k, block_n, call.width),
             "v_desc": _tiles(call.v, block_n, call.width),
             "dq_desc": _tiles(dq, 64, call.width),
+            "lse_desc": statistics,
+            "delta_desc": statistics,
         },
         constants={
             "BLOCK_N": block_n,
             "STAGES": stages,
             "STAGES_V": stages_v,
+            "SLOTS": slots,
+            "COUNTED": call.uneven,
             "SOFTCAP": call.softcap > 0.0,
             **call.constants(),
         },
         num_warps=4,
+        early=early,
     )
 
 

@@ -164,7 +164,7 @@ def attention_backward(
             None if dk is None else dk[..., keys, :, :],
             None if dv is None else dv[..., keys, :, :],
             live_delta,
-            dq_apart=deterministic,
+            dq_apart=True if deterministic else None,
         )
         if delta is not None:
             delta[..., rows] = live_delta
@@ -223,7 +223,7 @@ def plan_backward(
         seqused_q=call.seqused_q,
         seqused_k=call.seqused_k,
     )
-    return _BackwardPlan(launched, wanted, dq_apart=deterministic)
+    return _BackwardPlan(launched, wanted, dq_apart=True if deterministic else None)
 
 
 class _BackwardPlan:
@@ -232,7 +232,7 @@ class _BackwardPlan:
 
     counts = False
 
-    def __init__(self, call: Call, wanted: Wanted, *, dq_apart: bool) -> None:
+    def __init__(self, call: Call, wanted: Wanted, *, dq_apart: bool | None) -> None:
         self._wanted = wanted
         self._packed = call.packed
         made = (wanted[0], wanted[1] or wanted[2], wanted[1] or wanted[2])

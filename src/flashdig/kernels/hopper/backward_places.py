@@ -10,7 +10,7 @@ from flashdig.kernels.gluon_api import aggregate, gl, gluon
 from flashdig.kernels.triton.sequences import (
     find_sequence,
     first_slot,
-    rows_of_program,
+    rows_of_slot,
     seeing_rows,
     seen_keys,
     sequence_span,
@@ -87,17 +87,29 @@ def live_rows_of_program(
     cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr, batch_size, num_heads, total_q, total_k, left,
     right, BLOCK_M: tl.constexpr, TOP_LEFT: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
 ):  # fmt: skip
-    """The tile of live rows of packed input that a program makes: (sequence, head, start_m,
-    padded_row, first_q, seqlen_q, first_k, seqlen_k, offset).
+    """`live_rows_of_tile` of a one-dimensional grid's program."""
+    return live_rows_of_tile(
+        tl.program_id(0), cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr, batch_size, num_heads,
+        total_q, total_k, left, right, BLOCK_M, TOP_LEFT, LEFT, RIGHT,
+    )  # fmt: skip
+
+
+@triton.jit
+def live_rows_of_tile(
+    tile, cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr, batch_size, num_heads, total_q, total_k, left,
+    right, BLOCK_M: tl.constexpr, TOP_LEFT: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+):  # fmt: skip
+    """A tile of live rows of packed input: (sequence, head, start_m, padded_row, first_q, seqlen_q,
+    first_k, seqlen_k, offset).
 
     start_m is relative to the first live row, and past the last one where there is nothing to do;
     padded_row is the tile's first in padded buffers, among the rows of its head.
     """
-    sequence, head, start_m, first_q, first_k, seqlen_q, seqlen_k, _ = rows_of_program(
-        cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr, batch_size, num_heads, total_q, total_k,
+    sequence, head, start_m, first_q, first_k, seqlen_q, seqlen_k, _ = rows_of_slot(
+        tile, cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr, batch_size, num_heads, total_q, total_k,
         BLOCK_M, True, False,
     )  # fmt: skip
-    padded_row = (tl.program_id(0) % (total_q // BLOCK_M + batch_size)) * BLOCK_M
+    padded_row = (tile % (total_q // BLOCK_M + batch_size)) * BLOCK_M
     offset = seqlen_k - seqlen_q
     if TOP_LEFT:
         offset = offset * 0

@@ -76,7 +76,8 @@ def flashdig_hopper_backward_preprocess(
 ):
     gdc_launch_dependents()
     if counter_ptr is not None:
-        tl.store(counter_ptr, 0, mask=tl.program_id(0) == 0)
+        counters = counter_ptr + tl.arange(0, 2)
+        tl.store(counters, 0, mask=tl.program_id(0) == 0)
     if PACKED:
         _, head, start_m, padded, first_q, seqlen, _, _, _ = live_rows_of_program(
             cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_q_ptr, seqused_k_ptr, batch_size,

@@ -161,7 +161,8 @@ def free_rows(rows, step):
 
 
 @gluon.jit
-def _send(shared, count, number):
+def send_tile(shared, count, number):
+    """Producer: tell the consumers what comes after tile number `count` of this block."""
     slot = count % SENT_AHEAD
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     mbarrier.wait(shared.mail_empty.index(slot), ((count // SENT_AHEAD) & 1) ^ 1)
@@ -170,10 +171,10 @@ def _send(shared, count, number):
 
 
 @gluon.jit
-def _claim(shared, count, counter_ptr):
+def claim_tile(shared, count, counter_ptr):
     """The tile of keys after number `count` of this block, told to the consumers too."""
     following = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1)
-    _send(shared, count, following)
+    send_tile(shared, count, following)
     return following
 
 
@@ -257,7 +258,7 @@ def produce(
                     if shared.COUNTED:  # noqa: SIM102 - decided when compiling
                         # as late as possible: a claimed tile waits until this one is done
                         if done == last:
-                            following = _claim(shared, count, counter_ptr)
+                            following = claim_tile(shared, count, counter_ptr)
                     _put_rows(
                         shared.rows, done, q_desc, dout_desc, lse_desc, delta_desc, query_rows,
                         row, statistics + row,
@@ -267,7 +268,7 @@ def produce(
         elif shared.COUNTED:
             if walks == 0:
                 gdc_wait()
-            following = _claim(shared, count, counter_ptr)
+            following = claim_tile(shared, count, counter_ptr)
         count += 1
         tile = following
     if walks == 0:
