@@ -155,7 +155,7 @@ def test_a_loop_is_kept_as_soon_as_it_was_measured(failures, monkeypatch, tmp_pa
     monkeypatch.setattr(decode_loop, "make_prompt", prompt)
     monkeypatch.setattr(decode_loop, "time_rotated", time_rotated)
     assert decode_loop.main(["--output", str(output)]) == bool(failures)
-    assert cells == [("1x128", 1), ("8x4096", 2)]
+    assert cells == [("1x128", 1), ("8x4096", 2), ("64x4096", 3)]
     tested, *timed = read_record(output).rows
     assert (tested["passed"], tested["failed"]) == (2 - len(failures), len(failures))
     gates = {row["gate"] for row in timed if row["backend"] == "flashdig"}

@@ -49,7 +49,7 @@ class ModelSize:
     vocabulary: int = VOCABULARY
 
 
-CELLS = (LoopCell(1, 128), LoopCell(8, 4096))
+CELLS = (LoopCell(1, 128), LoopCell(8, 4096), LoopCell(64, 4096))
 CHECKED = LoopCell(2, 64)
 # (attention, cache); the first is ours
 COMPETITORS = (
