@@ -53,9 +53,9 @@ SCALED_TILES = {**TILES, 64: (64, 3, True, False, 2)}
 # width -> most keys up to which dQ is faster made apart, without a causal mask and with one: the
 # sums of dQ are moved more often than the inputs. Measured:
 # benchmarks/tiles/hopper-backward-h200.json
-APART = {128: (512, 1024), 256: (1024, 2048)}
+APART = {128: (512, 1024), 256: (2048, 4096)}
 # width -> (keys of a tile, buffers of K, of V, and of rows) of dQ's own kernel
-DQ_TILES = {64: (128, 3, 3, 2), 128: (128, 2, 1, 2), 256: (32, 2, 2, 1)}
+DQ_TILES = {64: (128, 3, 3, 2), 128: (128, 2, 1, 2), 256: (32, 3, 3, 1)}
 # the same where dQ is faster made apart
 SHORT_DQ_TILES = {**DQ_TILES, 128: (64, 3, 3, 2)}
 # widths of the kernel of `backward_wide`, whose tiles have 64 rows and 64 keys
