@@ -17,20 +17,24 @@ def geometric_mean(ratios: list[float]) -> float:
 
 
 def of_run(name: str, revision: str) -> list[Standing]:
-    """Who is ahead in the run of a revision in `benchmarks/results/nvidia-h200/NAME`."""
+    """Who is ahead in the runs of a revision in `benchmarks/results/nvidia-h200/NAME`: one, or one
+    for each head_dim."""
     record = read_record(ROOT / "benchmarks" / "results" / "nvidia-h200" / name)
-    (run,) = (run.run_id for run in record.runs if run.revision == revision)
-    return standings([row for row in record.rows if row["run_id"] == run])
+    runs = [run.run_id for run in record.runs if run.revision == revision]
+    assert runs
+    return [one for run in runs for one in standings(record.rows_of(run))]
 
 
 def grid_lines(
-    found: list[Standing], beside: str | None = None
+    found: list[Standing],
+    beside: str | None = None,
+    head_dims: tuple[int, ...] = (64, 128, 256),
 ) -> Iterator[tuple[str, list[float]]]:
     """Lines "| head_dim mask | TFLOP/s (ratio to the best peer) ... | mean |" and their ratios.
 
     beside: a peer whose TFLOP/s stand behind a stroke, and whose ratios count, instead.
     """
-    for head_dim in (64, 128, 256):
+    for head_dim in head_dims:
         for causal, word in ((False, "full"), (True, "causal")):
             cells, ratios = [], []
             for seqlen in SEQLENS:

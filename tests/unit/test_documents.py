@@ -51,6 +51,24 @@ def test_the_hopper_forwards_speed_is_that_of_the_record() -> None:
     assert f"The Hopper forward stands at {mean} of the best of FlashAttention-3" in readme
 
 
+def test_the_hopper_backwards_speed_is_that_of_the_record() -> None:
+    text = (ROOT / "docs" / "decisions" / "hopper-backward.md").read_text()
+    means, every = [], []
+    for head_dim, revision in ((64, "b5135f1"), (128, "b5135f1"), (256, "6a87d05")):
+        ratios: list[float] = []
+        found = of_run("hopper-backward.json", revision)
+        for line, of_line in grid_lines(found, head_dims=(head_dim,)):
+            assert line in text
+            ratios += of_line
+        means.append(f"{geometric_mean(ratios):.2f}")
+        every += ratios
+    mean = f"{geometric_mean(every):.2f}"
+    first, second, third = means
+    assert f"head_dim 64 **{first}**, 128 **{second}**, 256 **{third}**, all **{mean}**" in text
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert f"The Hopper backward stands at {first}, {second} and {third} of the better" in readme
+
+
 def test_the_fp8_forwards_speed_is_that_of_the_record() -> None:
     text = (ROOT / "docs" / "decisions" / "fp8.md").read_text()
     every = []

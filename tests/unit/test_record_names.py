@@ -1,4 +1,4 @@
-"""Kernel names in a record's file: each once, in an order that appending does not change."""
+"""Texts in a record's file: each once, in an order that appending does not change."""
 
 import json
 
@@ -11,6 +11,20 @@ from tests.unit.test_bench_results import RUNG, SPEED, run
 
 def with_kernels(*names):
     return {**RUNG, "kernels": [{"name": name, "count": 1, "us": 2.5} for name in names]}
+
+
+def test_a_text_of_many_rows_is_written_once(tmp_path) -> None:
+    path = tmp_path / "speed.json"
+    rows = [{**SPEED, "notes": "said twice"}, {**SPEED, "notes": "said twice"}]
+    record = append_run(path, "speed", run("a"), rows)
+    text = path.read_text()
+    assert text.count("said twice") == 1
+    assert read_record(path) == record
+    assert [row["notes"] for row in read_record(path).rows] == ["said twice"] * 2
+    assert {row["run_id"] for row in read_record(path).rows} == {record.runs[0].run_id}
+    path.write_text(text.replace('"notes":', '"notes":9'))
+    with pytest.raises(RecordError, match=r"row 1: notes 9\d is not in names"):
+        read_record(path)
 
 
 def test_a_kernels_name_is_written_once(tmp_path) -> None:
@@ -36,7 +50,7 @@ def test_a_kernels_name_is_written_once(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (["a"], "row 1: kernel name 1 is not in names"),
+        (["a"], "row 1: [a-z_ ]+ [1-9] is not in names"),
         ({"0": "a"}, "a list of strings"),
         ([1], "a list"),
     ],

@@ -3,7 +3,7 @@
     {"schema": 1, "suite": ..., "runs": {run_id: {...}}, "names": [...],
      "rows": [{"run_id": ..., ...}]}
 
-`names` are those of kernels (`record_names`); a record without kernels has none.
+`names` are texts that rows hold by number (`record_names`).
 
 A run is appended, never replaced, and a ratio is taken within one run only: between two runs the
 clocks, the driver and the temperature may differ. The file holds one run and one row a line, keys
@@ -125,7 +125,7 @@ class Record:
             check_row(row, known, f"row {number}")
 
     def with_run(self, run: Run, rows: Sequence[Mapping[str, Any]]) -> Record:
-        """This record and one more run; rows get the run's id where they have none, and keep 8
+        """This record and one more run; rows get the run's id where they have none, and keep 6
         significant digits of a float: no clock here has more to say.
 
         Raises RecordError, naming the row and the field, for anything that the record cannot hold.
@@ -185,9 +185,9 @@ def _run_fields(run: Run) -> dict[str, Any]:
 
 
 def _measured(value: Any) -> Any:
-    """A value with its floats cut to 8 significant digits."""
+    """A value with its floats cut to 6 significant digits."""
     if isinstance(value, float):
-        return float(f"{value:.8g}")
+        return float(f"{value:.6g}")
     if isinstance(value, dict):
         return {name: _measured(entry) for name, entry in value.items()}
     if isinstance(value, list):

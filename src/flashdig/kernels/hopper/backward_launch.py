@@ -51,8 +51,8 @@ DKDV_TILES = {**TILES, 64: (128, 3, False, False, 2), 128: (64, 3, True, False, 
 # with softcap or ALiBi 128 rows would spill
 SCALED_TILES = {**TILES, 64: (64, 3, True, False, 2)}
 # width -> most keys up to which dQ is faster made apart, without a causal mask and with one: the
-# sums of dQ are moved more often than the inputs. Measured:
-# benchmarks/tiles/hopper-backward-h200.json
+# sums of dQ move more bytes than the inputs. Measured:
+# benchmarks/tiles/hopper-backward-apart-h200.json
 APART = {128: (512, 1024), 256: (2048, 4096)}
 # width -> (keys of a tile, buffers of K, of V, and of rows) of dQ's own kernel
 DQ_TILES = {64: (128, 3, 3, 2), 128: (128, 2, 1, 2), 256: (32, 3, 3, 1)}
