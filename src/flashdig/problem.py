@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 Alignment = Literal["bottom-right", "top-left"]
 Causal = bool | Literal["bottom-right", "top-left"]
+Slopes = Literal["none", "heads", "batch_heads"]
+Bias = Literal["none", "float", "bool"]
+SLOPES: tuple[str, ...] = get_args(Slopes)
+BIASES: tuple[str, ...] = get_args(Bias)
 
 DTYPE_BYTES = {
     "float64": 8,
@@ -152,8 +156,8 @@ class AttentionProblem:
     mask: Mask = field(default_factory=Mask)
     softcap: float = 0.0
     dropout: bool = False
-    alibi: Literal["none", "heads", "batch_heads"] = "none"
-    bias: Literal["none", "float", "bool"] = "none"
+    alibi: Slopes = "none"
+    bias: Bias = "none"
     sinks: bool = False
     packed: bool = False
     deterministic: bool = False
@@ -167,6 +171,11 @@ class AttentionProblem:
             raise ValueError(f"head_dim must be >= 1, got {self.head_dim}")
         if self.dtype not in DTYPE_BYTES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPE_BYTES)}, got {self.dtype!r}")
+        for name, kinds in (("alibi", SLOPES), ("bias", BIASES)):
+            if getattr(self, name) not in kinds:
+                raise ValueError(
+                    f"{name} must be one of {', '.join(kinds)}, got {getattr(self, name)!r}"
+                )
         if self.num_heads_kv < 1 and self.num_heads > 0:
             raise ValueError(f"num_heads_kv must be >= 1, got {self.num_heads_kv}")
         if self.num_heads_kv and self.num_heads % self.num_heads_kv:

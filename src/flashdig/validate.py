@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from flashdig import checks
 from flashdig.checks import FP8_DTYPES, HALF_DTYPES
 from flashdig.packing import Packing, check_values, values_are_checked
-from flashdig.problem import AttentionProblem, Causal, Mask
+from flashdig.problem import AttentionProblem, Causal, Mask, Slopes
 
 Answer = TypeVar("Answer", bound=Callable[..., Any])
 
@@ -216,7 +216,7 @@ def _call(
     )
 
 
-def _alibi_kind(slopes: torch.Tensor | None) -> Literal["none", "heads", "batch_heads"]:
+def _alibi_kind(slopes: torch.Tensor | None) -> Slopes:
     if slopes is None:
         return "none"
     return "heads" if slopes.dim() == 1 else "batch_heads"

@@ -83,6 +83,8 @@ def test_bad_masks_are_refused_by_name(causal, window, error, names) -> None:
         ({"head_dim": 0}, "head_dim"),
         ({"seqlen_q": -1}, "seqlen_q"),
         ({"dtype": "int8"}, "dtype"),
+        ({"alibi": True}, "alibi must be one of none, heads, batch_heads, got True"),
+        ({"bias": "bh"}, "bias must be one of none, float, bool"),
     ],
 )
 def test_impossible_problems_are_refused_by_name(change, names) -> None:

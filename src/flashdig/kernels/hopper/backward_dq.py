@@ -27,14 +27,16 @@ from flashdig.kernels.gluon_api import (
     warpgroup_mma_wait,
 )
 from flashdig.kernels.hopper.backward_names import kernel_name
-from flashdig.kernels.hopper.backward_places import Grid, live_rows_of_tile
-from flashdig.kernels.hopper.backward_scores import hidden, places, scores_of
-from flashdig.kernels.hopper.backward_shared import (
-    SENT_AHEAD,
+from flashdig.kernels.hopper.backward_numbers import (
+    Numbers,
+    claim_tile,
     following_tile,
-    of_sequence_and_head,
+    new_numbers,
     send_tile,
 )
+from flashdig.kernels.hopper.backward_places import Grid, live_rows_of_tile
+from flashdig.kernels.hopper.backward_scores import hidden, places, scores_of
+from flashdig.kernels.hopper.backward_shared import of_sequence_and_head
 from flashdig.kernels.hopper.problem import Problem, key_tiles
 from flashdig.kernels.hopper.ring import leave_out, new_ring, release, take, wait_until_empty
 from flashdig.kernels.hopper.rows import Rows, load_rows, store_rows, tile_in_sections
@@ -44,11 +46,11 @@ ROWS = gl.constexpr(64)  # of a warpgroup
 
 @aggregate
 class RowSlots:
-    """Buffers of rows, SLOTS for each of two consumers, and numbers of tiles.
+    """Buffers of rows, SLOTS for each of two consumers.
 
     Attributes:
         queries, grads: (2 * SLOTS, ROWS, HEAD_DIM), Q and dO; lse, delta: (2 * SLOTS, ROWS).
-        mail, mail_full, mail_empty: numbers of tiles, from the producer, where COUNTED.
+        numbers: of tiles of rows.
     """
 
     queries: gl.shared_memory_descriptor
@@ -57,27 +59,19 @@ class RowSlots:
     delta: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
-    mail: gl.shared_memory_descriptor
-    mail_full: gl.shared_memory_descriptor
-    mail_empty: gl.shared_memory_descriptor
+    numbers: Numbers
     SLOTS: gl.constexpr
-    COUNTED: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(
-        self, queries, grads, lse, delta, full, empty, mail, mail_full, mail_empty, SLOTS, COUNTED
-    ):
+    def __init__(self, queries, grads, lse, delta, full, empty, numbers, SLOTS):
         self.queries = queries
         self.grads = grads
         self.lse = lse
         self.delta = delta
         self.full = full
         self.empty = empty
-        self.mail = mail
-        self.mail_full = mail_full
-        self.mail_empty = mail_empty
+        self.numbers = numbers
         self.SLOTS = gl.constexpr(SLOTS)
-        self.COUNTED = gl.constexpr(COUNTED)
 
 
 @gluon.jit
@@ -88,23 +82,12 @@ def _new_slots(
     statistics: gl.constexpr = lse_desc.layout
     tile_q: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, HEAD_DIM], dtype)
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
-    one_number: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     full = gl.allocate_shared_memory(gl.int64, [2 * SLOTS, 1], barrier)
     empty = gl.allocate_shared_memory(gl.int64, [2 * SLOTS, 1], barrier)
     for slot in gl.static_range(2 * SLOTS):
         mbarrier.init(full.index(slot), count=1)
         mbarrier.init(empty.index(slot), count=1)
-    # see `new_shared` of `backward_shared`
-    mail = full
-    mail_full = full
-    mail_empty = full
-    if COUNTED:
-        mail = gl.allocate_shared_memory(gl.int32, [SENT_AHEAD, 1], one_number)
-        mail_full = gl.allocate_shared_memory(gl.int64, [SENT_AHEAD, 1], barrier)
-        mail_empty = gl.allocate_shared_memory(gl.int64, [SENT_AHEAD, 1], barrier)
-        for slot in gl.static_range(SENT_AHEAD):
-            mbarrier.init(mail_full.index(slot), count=1)
-            mbarrier.init(mail_empty.index(slot), count=2)
+    numbers = new_numbers(full, COUNTED)
     return RowSlots(
         gl.allocate_shared_memory(dtype, [2 * SLOTS, ROWS, HEAD_DIM], tile_q),
         gl.allocate_shared_memory(dtype, [2 * SLOTS, ROWS, HEAD_DIM], tile_q),
@@ -112,11 +95,8 @@ def _new_slots(
         gl.allocate_shared_memory(gl.float32, [2 * SLOTS, ROWS], statistics),
         full,
         empty,
-        mail,
-        mail_full,
-        mail_empty,
+        numbers,
         SLOTS,
-        COUNTED,
     )
 
 
@@ -195,30 +175,30 @@ def _produce(
             first, _, _, end = key_tiles(of_sequence, start_m, BLOCK_M, BLOCK_N)
             query_rows = Rows(batch, head, first_q, seqlen_q, grid.PACKED, 1)
             key_rows = Rows(batch, head // grid.group_size, first_k, seqlen_k, grid.PACKED, 1)
-            if slots.COUNTED:  # noqa: SIM102 - decided when compiling
+            if slots.numbers.COUNTED:  # noqa: SIM102 - decided when compiling
                 # of tiles that are not there nothing is told: the consumers, which compute S of
                 # the next one ahead, would not read it
                 if tile != gl.program_id(0):
-                    send_tile(slots, told, tile)
+                    send_tile(slots.numbers, told, tile)
                     told += 1
             _put_rows(
                 slots, walks, q_desc, dout_desc, lse_desc, delta_desc, query_rows, start_m,
                 statistics,
             )  # fmt: skip
             for number in range(first, end):
-                if slots.COUNTED:  # noqa: SIM102 - decided when compiling
+                if slots.numbers.COUNTED:  # noqa: SIM102 - decided when compiling
                     # as late as possible: a claimed tile waits until this one is done
                     if number == end - 1:
-                        following = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1)
+                        following = claim_tile(counter_ptr)
                 _put(key_ring, done, k_desc, key_rows, number * BLOCK_N)
                 _put(value_ring, done, v_desc, key_rows, number * BLOCK_N)
                 done += 1
             walks += 1
-        elif slots.COUNTED:
-            following = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1)
+        elif slots.numbers.COUNTED:
+            following = claim_tile(counter_ptr)
         tile = following
-    if slots.COUNTED:
-        send_tile(slots, told, tile)
+    if slots.numbers.COUNTED:
+        send_tile(slots.numbers, told, tile)
     if slots.SLOTS == 2:  # what the last step computes ahead is of nothing
         wait_until_empty(key_ring, done)
         leave_out(key_ring, done)
@@ -381,7 +361,7 @@ def _consume(
                 start_m, softmax_scale, CONSUMER,
             )  # fmt: skip
             walks += 1
-        tile = following_tile(slots, told, tile)
+        tile = following_tile(slots.numbers, told, tile)
         told += 1
     wait_for_tile_stores(0)
 

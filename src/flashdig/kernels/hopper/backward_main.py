@@ -29,6 +29,7 @@ from flashdig.kernels.gluon_api import (
 )
 from flashdig.kernels.hopper.backward_long import make_columns_long
 from flashdig.kernels.hopper.backward_names import kernel_name
+from flashdig.kernels.hopper.backward_numbers import following_tile
 from flashdig.kernels.hopper.backward_places import Grid, columns_of_tile, padded_start
 from flashdig.kernels.hopper.backward_scores import (
     hidden_transposed,
@@ -40,7 +41,6 @@ from flashdig.kernels.hopper.backward_shared import (
     MEETING,
     READ,
     WRITTEN,
-    following_tile,
     free_rows,
     new_shared,
     of_sequence_and_head,
@@ -323,7 +323,7 @@ def _consume(
                     LATE,
                 )  # fmt: skip
             walks += 1
-        tile = following_tile(shared, count, tile)
+        tile = following_tile(shared.numbers, count, tile)
         count += 1
     if LATE and shared.k.shape[0] == 2:  # noqa: SIM102 - decided when compiling
         if walks > 0:

@@ -8,6 +8,7 @@ a warpgroup before it arrives at an mbarrier.
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashdig.kernels.gluon_api import aggregate, gl, gluon, load_tile, mbarrier
+from flashdig.kernels.hopper.backward_numbers import Numbers, claim_tile, new_numbers, send_tile
 from flashdig.kernels.hopper.backward_places import columns_of_tile, padded_start
 from flashdig.kernels.hopper.backward_scores import row_tiles
 from flashdig.kernels.hopper.problem import Problem
@@ -18,7 +19,6 @@ MEETING = gl.constexpr(7)
 # of dS that is handed over late: + 2 * consumer + parity of the step
 WRITTEN = gl.constexpr(8)
 READ = gl.constexpr(12)
-SENT_AHEAD = gl.constexpr(2)
 
 
 @aggregate
@@ -53,7 +53,7 @@ class Shared:
             next; kv_full: their barriers; kv_empty: the barrier where there is one.
         rows: of BLOCK_M rows each.
         dscores: (2, BLOCK_N, BLOCK_M): dS^T of this step and of the last.
-        mail, mail_full, mail_empty: numbers of tiles of keys, from the producer, where COUNTED.
+        numbers: of tiles of keys.
     """
 
     k: gl.shared_memory_descriptor
@@ -62,25 +62,17 @@ class Shared:
     kv_empty: gl.shared_memory_descriptor
     rows: Stages
     dscores: gl.shared_memory_descriptor
-    mail: gl.shared_memory_descriptor
-    mail_full: gl.shared_memory_descriptor
-    mail_empty: gl.shared_memory_descriptor
-    COUNTED: gl.constexpr
+    numbers: Numbers
 
     @gluon.constexpr_function
-    def __init__(
-        self, k, v, kv_full, kv_empty, rows, dscores, mail, mail_full, mail_empty, COUNTED
-    ):
+    def __init__(self, k, v, kv_full, kv_empty, rows, dscores, numbers):
         self.k = k
         self.v = v
         self.kv_full = kv_full
         self.kv_empty = kv_empty
         self.rows = rows
         self.dscores = dscores
-        self.mail = mail
-        self.mail_full = mail_full
-        self.mail_empty = mail_empty
-        self.COUNTED = gl.constexpr(COUNTED)
+        self.numbers = numbers
 
 
 @gluon.jit
@@ -93,7 +85,6 @@ def new_shared(
     tile_kv: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, HEAD_DIM], dtype)
     tile_q: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, HEAD_DIM], dtype)
     tile_ds: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], dtype)
-    one_number: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     if KEY_TILES == 1:
         kv_full = gl.allocate_shared_memory(gl.int64, [1], barrier)
@@ -110,19 +101,7 @@ def new_shared(
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=2)
-    # Made only where used: Triton lends the memory of an mbarrier that nobody waits on to other
-    # buffers without invalidating it, and where processes take turns on the GPU, the barrier comes
-    # back in their place (seen as NaN; PTX forbids the loan)
-    mail = kv_full
-    mail_full = kv_full
-    mail_empty = kv_full
-    if COUNTED:
-        mail = gl.allocate_shared_memory(gl.int32, [SENT_AHEAD, 1], one_number)
-        mail_full = gl.allocate_shared_memory(gl.int64, [SENT_AHEAD, 1], barrier)
-        mail_empty = gl.allocate_shared_memory(gl.int64, [SENT_AHEAD, 1], barrier)
-        for slot in gl.static_range(SENT_AHEAD):
-            mbarrier.init(mail_full.index(slot), count=1)
-            mbarrier.init(mail_empty.index(slot), count=2)
+    numbers = new_numbers(kv_full, COUNTED)
     rows = Stages(
         gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, HEAD_DIM], tile_q),
         gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, HEAD_DIM], tile_q),
@@ -139,10 +118,7 @@ def new_shared(
         kv_empty,
         rows,
         gl.allocate_shared_memory(dtype, [2, BLOCK_N, BLOCK_M], tile_ds),
-        mail,
-        mail_full,
-        mail_empty,
-        COUNTED,
+        numbers,
     )
 
 
@@ -158,37 +134,6 @@ def wait_for_rows(rows, step):
 def free_rows(rows, step):
     """Consumer: the rows of a step are read; once a step."""
     mbarrier.arrive(rows.empty.index(step % rows.STAGES), count=1)
-
-
-@gluon.jit
-def send_tile(shared, count, number):
-    """Producer: tell the consumers what comes after tile number `count` of this block."""
-    slot = count % SENT_AHEAD
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    mbarrier.wait(shared.mail_empty.index(slot), ((count // SENT_AHEAD) & 1) ^ 1)
-    shared.mail.index(slot).store(gl.full([1], 0, gl.int32, layout) + number)
-    mbarrier.arrive(shared.mail_full.index(slot), count=1)
-
-
-@gluon.jit
-def claim_tile(shared, count, counter_ptr):
-    """The tile of keys after number `count` of this block, told to the consumers too."""
-    following = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1)
-    send_tile(shared, count, following)
-    return following
-
-
-@gluon.jit
-def following_tile(shared, count, tile):
-    """Consumer: the tile of keys after number `count` of this block, which is `tile`."""
-    following = tile + gl.num_programs(0)
-    if shared.COUNTED:
-        slot = count % SENT_AHEAD
-        layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-        mbarrier.wait(shared.mail_full.index(slot), (count // SENT_AHEAD) & 1)
-        following = gl.max(shared.mail.index(slot).load(layout), 0)
-        mbarrier.arrive(shared.mail_empty.index(slot), count=1)
-    return following
 
 
 @gluon.jit
@@ -255,20 +200,22 @@ def produce(
                 statistics = padded_start(grid, batch, head, padded_row).to(gl.int32)
                 for row_tile in range(first, end):
                     row = row_tile * BLOCK_M
-                    if shared.COUNTED:  # noqa: SIM102 - decided when compiling
+                    if shared.numbers.COUNTED:  # noqa: SIM102 - decided when compiling
                         # as late as possible: a claimed tile waits until this one is done
                         if done == last:
-                            following = claim_tile(shared, count, counter_ptr)
+                            following = claim_tile(counter_ptr)
+                            send_tile(shared.numbers, count, following)
                     _put_rows(
                         shared.rows, done, q_desc, dout_desc, lse_desc, delta_desc, query_rows,
                         row, statistics + row,
                     )  # fmt: skip
                     done += 1
             walks += 1
-        elif shared.COUNTED:
+        elif shared.numbers.COUNTED:
             if walks == 0:
                 gdc_wait()
-            following = claim_tile(shared, count, counter_ptr)
+            following = claim_tile(counter_ptr)
+            send_tile(shared.numbers, count, following)
         count += 1
         tile = following
     if walks == 0:
