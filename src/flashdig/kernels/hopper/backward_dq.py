@@ -16,7 +16,6 @@ made, S of its first keys is computed in the last step, and dQ leaves through Q'
 from triton.language.extra.cuda import gdc_wait
 
 from flashdig.kernels.gluon_api import (
-    aggregate,
     fence_async_shared,
     gl,
     gluon,
@@ -28,7 +27,6 @@ from flashdig.kernels.gluon_api import (
 )
 from flashdig.kernels.hopper.backward_names import kernel_name
 from flashdig.kernels.hopper.backward_numbers import (
-    Numbers,
     claim_tile,
     following_tile,
     new_numbers,
@@ -36,7 +34,7 @@ from flashdig.kernels.hopper.backward_numbers import (
 )
 from flashdig.kernels.hopper.backward_places import Grid, live_rows_of_tile
 from flashdig.kernels.hopper.backward_scores import hidden, places, scores_of
-from flashdig.kernels.hopper.backward_shared import of_sequence_and_head
+from flashdig.kernels.hopper.backward_shared import Stages, of_sequence_and_head
 from flashdig.kernels.hopper.problem import Problem, key_tiles
 from flashdig.kernels.hopper.ring import leave_out, new_ring, release, take, wait_until_empty
 from flashdig.kernels.hopper.rows import Rows, load_rows, store_rows, tile_in_sections
@@ -44,42 +42,10 @@ from flashdig.kernels.hopper.rows import Rows, load_rows, store_rows, tile_in_se
 ROWS = gl.constexpr(64)  # of a warpgroup
 
 
-@aggregate
-class RowSlots:
-    """Buffers of rows, SLOTS for each of two consumers.
-
-    Attributes:
-        queries, grads: (2 * SLOTS, ROWS, HEAD_DIM), Q and dO; lse, delta: (2 * SLOTS, ROWS).
-        numbers: of tiles of rows.
-    """
-
-    queries: gl.shared_memory_descriptor
-    grads: gl.shared_memory_descriptor
-    lse: gl.shared_memory_descriptor
-    delta: gl.shared_memory_descriptor
-    full: gl.shared_memory_descriptor
-    empty: gl.shared_memory_descriptor
-    numbers: Numbers
-    SLOTS: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, queries, grads, lse, delta, full, empty, numbers, SLOTS):
-        self.queries = queries
-        self.grads = grads
-        self.lse = lse
-        self.delta = delta
-        self.full = full
-        self.empty = empty
-        self.numbers = numbers
-        self.SLOTS = gl.constexpr(SLOTS)
-
-
 @gluon.jit
-def _new_slots(
-    q_desc, lse_desc, HEAD_DIM: gl.constexpr, SLOTS: gl.constexpr, COUNTED: gl.constexpr
-):
+def _new_rows(q_desc, lse_desc, HEAD_DIM: gl.constexpr, SLOTS: gl.constexpr):
+    """SLOTS buffers of rows for each of two consumers, one consumer's after the other's."""
     dtype: gl.constexpr = q_desc.dtype
-    statistics: gl.constexpr = lse_desc.layout
     tile_q: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, HEAD_DIM], dtype)
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [2 * SLOTS, 1], barrier)
@@ -87,15 +53,13 @@ def _new_slots(
     for slot in gl.static_range(2 * SLOTS):
         mbarrier.init(full.index(slot), count=1)
         mbarrier.init(empty.index(slot), count=1)
-    numbers = new_numbers(full, COUNTED)
-    return RowSlots(
+    return Stages(
         gl.allocate_shared_memory(dtype, [2 * SLOTS, ROWS, HEAD_DIM], tile_q),
         gl.allocate_shared_memory(dtype, [2 * SLOTS, ROWS, HEAD_DIM], tile_q),
-        gl.allocate_shared_memory(gl.float32, [2 * SLOTS, ROWS], statistics),
-        gl.allocate_shared_memory(gl.float32, [2 * SLOTS, ROWS], statistics),
+        gl.allocate_shared_memory(gl.float32, [2 * SLOTS, ROWS], lse_desc.layout),
+        gl.allocate_shared_memory(gl.float32, [2 * SLOTS, ROWS], lse_desc.layout),
         full,
         empty,
-        numbers,
         SLOTS,
     )
 
@@ -142,22 +106,22 @@ def _put(ring, step, desc, key_rows, row):
 
 
 @gluon.jit
-def _put_rows(slots, walks, q_desc, dout_desc, lse_desc, delta_desc, query_rows, row, statistics):
+def _put_rows(rows, walks, q_desc, dout_desc, lse_desc, delta_desc, query_rows, row, statistics):
     for c in gl.static_range(2):
-        slot = c * slots.SLOTS + walks % slots.SLOTS
-        mbarrier.wait(slots.empty.index(slot), ((walks // slots.SLOTS) & 1) ^ 1)
-        full = slots.full.index(slot)
+        slot = c * rows.STAGES + walks % rows.STAGES
+        mbarrier.wait(rows.empty.index(slot), ((walks // rows.STAGES) & 1) ^ 1)
+        full = rows.full.index(slot)
         mbarrier.expect(full, 2 * (q_desc.block_type.nbytes + lse_desc.block_type.nbytes))
-        load_rows(q_desc, query_rows, row + c * ROWS, 0, full, slots.queries.index(slot))
-        load_rows(dout_desc, query_rows, row + c * ROWS, 0, full, slots.grads.index(slot))
-        load_tile(lse_desc, [statistics + c * ROWS], full, slots.lse.index(slot))
-        load_tile(delta_desc, [statistics + c * ROWS], full, slots.delta.index(slot))
+        load_rows(q_desc, query_rows, row + c * ROWS, 0, full, rows.queries.index(slot))
+        load_rows(dout_desc, query_rows, row + c * ROWS, 0, full, rows.grads.index(slot))
+        load_tile(lse_desc, [statistics + c * ROWS], full, rows.lse.index(slot))
+        load_tile(delta_desc, [statistics + c * ROWS], full, rows.delta.index(slot))
 
 
 @gluon.jit
 def _produce(
     q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc, cu_q_ptr, cu_k_ptr, used_q_ptr,
-    used_k_ptr, counter_ptr, slots, key_ring, value_ring, problem, grid,
+    used_k_ptr, counter_ptr, rows, numbers, key_ring, value_ring, problem, grid,
 ):  # fmt: skip
     BLOCK_N: gl.constexpr = key_ring.tiles.shape[1]
     BLOCK_M: gl.constexpr = 2 * ROWS
@@ -175,18 +139,18 @@ def _produce(
             first, _, _, end = key_tiles(of_sequence, start_m, BLOCK_M, BLOCK_N)
             query_rows = Rows(batch, head, first_q, seqlen_q, grid.PACKED, 1)
             key_rows = Rows(batch, head // grid.group_size, first_k, seqlen_k, grid.PACKED, 1)
-            if slots.numbers.COUNTED:  # noqa: SIM102 - decided when compiling
+            if numbers.COUNTED:  # noqa: SIM102 - decided when compiling
                 # of tiles that are not there nothing is told: the consumers, which compute S of
                 # the next one ahead, would not read it
                 if tile != gl.program_id(0):
-                    send_tile(slots.numbers, told, tile)
+                    send_tile(numbers, told, tile)
                     told += 1
             _put_rows(
-                slots, walks, q_desc, dout_desc, lse_desc, delta_desc, query_rows, start_m,
+                rows, walks, q_desc, dout_desc, lse_desc, delta_desc, query_rows, start_m,
                 statistics,
             )  # fmt: skip
             for number in range(first, end):
-                if slots.numbers.COUNTED:  # noqa: SIM102 - decided when compiling
+                if numbers.COUNTED:  # noqa: SIM102 - decided when compiling
                     # as late as possible: a claimed tile waits until this one is done
                     if number == end - 1:
                         following = claim_tile(counter_ptr)
@@ -194,25 +158,25 @@ def _produce(
                 _put(value_ring, done, v_desc, key_rows, number * BLOCK_N)
                 done += 1
             walks += 1
-        elif slots.numbers.COUNTED:
+        elif numbers.COUNTED:
             following = claim_tile(counter_ptr)
         tile = following
-    if slots.numbers.COUNTED:
-        send_tile(slots.numbers, told, tile)
-    if slots.SLOTS == 2:  # what the last step computes ahead is of nothing
+    if numbers.COUNTED:
+        send_tile(numbers, told, tile)
+    if rows.STAGES == 2:  # what the last step computes ahead is of nothing
         wait_until_empty(key_ring, done)
         leave_out(key_ring, done)
         for c in gl.static_range(2):
-            mbarrier.arrive(slots.full.index(c * 2 + walks % 2), count=1)
+            mbarrier.arrive(rows.full.index(c * 2 + walks % 2), count=1)
     # it may have begun before the kernel ahead ended; what follows must not
     gdc_wait()
 
 
 @gluon.jit
-def _take_rows(slots, walks, CONSUMER: gl.constexpr):
+def _take_rows(rows, walks, CONSUMER: gl.constexpr):
     """The slot of tile number `walks`, once its rows are there."""
-    slot = CONSUMER * slots.SLOTS + walks % slots.SLOTS
-    mbarrier.wait(slots.full.index(slot), (walks // slots.SLOTS) & 1)
+    slot = CONSUMER * rows.STAGES + walks % rows.STAGES
+    mbarrier.wait(rows.full.index(slot), (walks // rows.STAGES) & 1)
     return slot
 
 
@@ -231,7 +195,7 @@ def _start_scores(q, q_tile, k, zeros):
 
 @gluon.jit
 def _walk(
-    state, q, slots, walks, lse, delta, key_ring, value_ring, problem, start_m, begin, stop,
+    state, q, rows, walks, lse, delta, key_ring, value_ring, problem, start_m, begin, stop,
     step_of_tile_0, last_step, CONSUMER: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Key tiles begin..stop; S of the first is in `state`, as is that of the next at the end, with
@@ -246,29 +210,29 @@ def _walk(
         step = step_of_tile_0 + tile
         # always 0, but not to LLVM, which would keep the descriptors in registers
         none = tile >> 30
-        slot = CONSUMER * slots.SLOTS + walks % slots.SLOTS + none
+        slot = CONSUMER * rows.STAGES + walks % rows.STAGES + none
         v = take(value_ring, step).permute((1, 0))
         dprobs_started = warpgroup_mma(
-            slots.grads.index(slot), v, zeros, use_acc=False, is_async=True
+            rows.grads.index(slot), v, zeros, use_acc=False, is_async=True
         )
-        keys, rows = places(products, start_m, tile * BLOCK_N, False)
-        scores, slope = scores_of(products, problem, keys, rows)
+        keys, queries = places(products, start_m, tile * BLOCK_N, False)
+        scores, slope = scores_of(products, problem, keys, queries)
         if MASKED:
-            scores = hidden(scores, problem, keys, rows)
+            scores = hidden(scores, problem, keys, queries)
         probs = gl.exp2(scores * problem.exp_factor - lse[:, None])
         if problem.SOFTCAP:
             probs = probs * slope
         dprobs = warpgroup_mma_wait(0, deps=(dprobs_started,))
         release(value_ring, step)
         ds = gl.convert_layout((probs * (dprobs - delta[:, None])).to(dtype), operand)
-        if slots.SLOTS == 2:
+        if rows.STAGES == 2:
             k_next = take(key_ring, step + 1)
-            next_slot = _take_rows(slots, walks + (step == last_step).to(gl.int32), CONSUMER)
-            q_tile = slots.queries.index(next_slot)
+            next_slot = _take_rows(rows, walks + (step == last_step).to(gl.int32), CONSUMER)
+            q_tile = rows.queries.index(next_slot)
             products_started = _start_scores(q_tile, q_tile, k_next, zeros)
         else:
             k_next = take(key_ring, gl.minimum(step + 1, last_step))
-            products_started = _start_scores(q, slots.queries.index(slot), k_next, zeros)
+            products_started = _start_scores(q, rows.queries.index(slot), k_next, zeros)
         k = key_ring.tiles.index(step % key_ring.STAGES)
         dq_started = warpgroup_mma(ds, k, dq, is_async=True)
         products, dq, _ = warpgroup_mma_wait(0, deps=(products_started, dq_started, ds))
@@ -278,7 +242,7 @@ def _walk(
 
 @gluon.jit
 def _make_rows(
-    products, dq_desc, slots, walks, done, key_ring, value_ring, problem, query_rows, start_m,
+    products, dq_desc, rows, walks, done, key_ring, value_ring, problem, query_rows, start_m,
     softmax_scale, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """dQ of a consumer's half of a tile: (S that is computed ahead, steps of the rings so far)."""
@@ -287,22 +251,22 @@ def _make_rows(
     s_layout: gl.constexpr = products.type.layout
     d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     first, full_first, full_end, end = key_tiles(problem, start_m, 2 * ROWS, BLOCK_N)
-    slot = _take_rows(slots, walks, CONSUMER)
-    q_tile = slots.queries.index(slot)
+    slot = _take_rows(rows, walks, CONSUMER)
+    q_tile = rows.queries.index(slot)
     q = q_tile
-    if slots.SLOTS == 1:
+    if rows.STAGES == 1:
         if HEAD_DIM == 256:
             q = q_tile.slice(0, HEAD_DIM // 2, 1).load(gl.DotOperandLayout(0, s_layout, 2))
         zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)
         products_started = _start_scores(q, q_tile, take(key_ring, done), zeros)
-    lse = slots.lse.index(slot).load(gl.SliceLayout(1, s_layout))
-    delta = slots.delta.index(slot).load(gl.SliceLayout(1, s_layout))
-    if slots.SLOTS == 1:
+    lse = rows.lse.index(slot).load(gl.SliceLayout(1, s_layout))
+    delta = rows.delta.index(slot).load(gl.SliceLayout(1, s_layout))
+    if rows.STAGES == 1:
         products = warpgroup_mma_wait(0, deps=(products_started,))
     else:  # noqa: PLR5501 - decided when compiling
         if walks > 0:  # dQ before has left its rows' buffer
             wait_for_tile_stores(0)
-            mbarrier.arrive(slots.empty.index(CONSUMER * 2 + (walks + 1) % 2), count=1)
+            mbarrier.arrive(rows.empty.index(CONSUMER * 2 + (walks + 1) % 2), count=1)
     dq = gl.zeros([ROWS, HEAD_DIM], gl.float32, d_layout)
     start_m += CONSUMER * ROWS
     step_of_tile_0 = done - first
@@ -310,15 +274,15 @@ def _make_rows(
     # keys cut on the window's left side, whole ones, keys cut by the diagonal or the end
     if problem.LEFT:
         dq, products = _walk(
-            (dq, products), q, slots, walks, lse, delta, key_ring, value_ring, problem, start_m,
+            (dq, products), q, rows, walks, lse, delta, key_ring, value_ring, problem, start_m,
             first, full_first, step_of_tile_0, last_step, CONSUMER, True,
         )  # fmt: skip
     dq, products = _walk(
-        (dq, products), q, slots, walks, lse, delta, key_ring, value_ring, problem, start_m,
+        (dq, products), q, rows, walks, lse, delta, key_ring, value_ring, problem, start_m,
         full_first, full_end, step_of_tile_0, last_step, CONSUMER, False,
     )  # fmt: skip
     dq, products = _walk(
-        (dq, products), q, slots, walks, lse, delta, key_ring, value_ring, problem, start_m,
+        (dq, products), q, rows, walks, lse, delta, key_ring, value_ring, problem, start_m,
         full_end, end, step_of_tile_0, last_step, CONSUMER, True,
     )  # fmt: skip
 
@@ -331,8 +295,8 @@ def _make_rows(
 
 @gluon.jit
 def _consume(
-    dq_desc, slopes_ptr, cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr, slots, key_ring, value_ring,
-    problem, grid, stride_slopes_b, softmax_scale, CONSUMER: gl.constexpr,
+    dq_desc, slopes_ptr, cu_q_ptr, cu_k_ptr, used_q_ptr, used_k_ptr, rows, numbers, key_ring,
+    value_ring, problem, grid, stride_slopes_b, softmax_scale, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     BLOCK_N: gl.constexpr = key_ring.tiles.shape[1]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -342,8 +306,8 @@ def _consume(
     told = tile * 0
     walks = tile * 0
     done = tile * 0
-    if slots.SLOTS == 2:  # of the first rows that there are, or of nothing
-        q_tile = slots.queries.index(_take_rows(slots, walks, CONSUMER))
+    if rows.STAGES == 2:  # of the first rows that there are, or of nothing
+        q_tile = rows.queries.index(_take_rows(rows, walks, CONSUMER))
         products_started = _start_scores(q_tile, q_tile, take(key_ring, done), zeros)
         products = warpgroup_mma_wait(0, deps=(products_started,))
     while tile < grid.tiles:
@@ -357,11 +321,11 @@ def _consume(
             of_head = of_sequence_and_head(problem, seqlen_q, seqlen_k, offset, slope)
             query_rows = Rows(batch, head, first_q, seqlen_q, grid.PACKED, 1)
             products, done = _make_rows(
-                products, dq_desc, slots, walks, done, key_ring, value_ring, of_head, query_rows,
+                products, dq_desc, rows, walks, done, key_ring, value_ring, of_head, query_rows,
                 start_m, softmax_scale, CONSUMER,
             )  # fmt: skip
             walks += 1
-        tile = following_tile(slots.numbers, told, tile)
+        tile = following_tile(numbers, told, tile)
         told += 1
     wait_for_tile_stores(0)
 
@@ -434,7 +398,8 @@ def flashdig_hopper_backward_dq(
 ):
     dtype: gl.constexpr = q_desc.dtype
     BLOCK_M: gl.constexpr = 2 * ROWS
-    slots = _new_slots(q_desc, lse_desc, HEAD_DIM, SLOTS, COUNTED)
+    rows = _new_rows(q_desc, lse_desc, HEAD_DIM, SLOTS)
+    numbers = new_numbers(rows.full, COUNTED)
     key_ring = new_ring(dtype, BLOCK_N, HEAD_DIM, STAGES, 2)
     value_ring = new_ring(dtype, BLOCK_N, HEAD_DIM, STAGES_V, 2)
     fence_async_shared()
@@ -460,13 +425,13 @@ def flashdig_hopper_backward_dq(
     # fmt: off
     gl.warp_specialize([
         (_consume, (dq_desc, slopes_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_q_ptr,
-                    seqused_k_ptr, slots, key_ring, value_ring, problem, grid, stride_slopes_b,
-                    softmax_scale, 0)),
+                    seqused_k_ptr, rows, numbers, key_ring, value_ring, problem, grid,
+                    stride_slopes_b, softmax_scale, 0)),
         (_consume, (dq_desc, slopes_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_q_ptr,
-                    seqused_k_ptr, slots, key_ring, value_ring, problem, grid, stride_slopes_b,
-                    softmax_scale, 1)),
+                    seqused_k_ptr, rows, numbers, key_ring, value_ring, problem, grid,
+                    stride_slopes_b, softmax_scale, 1)),
         (_produce, (q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc, cu_seqlens_q_ptr,
-                    cu_seqlens_k_ptr, seqused_q_ptr, seqused_k_ptr, counter_ptr, slots, key_ring,
-                    value_ring, problem, grid)),
+                    cu_seqlens_k_ptr, seqused_q_ptr, seqused_k_ptr, counter_ptr, rows, numbers,
+                    key_ring, value_ring, problem, grid)),
     ], [4, 1], [240, 24])
     # fmt: on
