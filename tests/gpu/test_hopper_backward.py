@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flashdig import attention
-from flashdig.kernels.hopper import backward_launch
+from flashdig.kernels.hopper import backward_tiles
 from flashdig.kernels.hopper.backward_operator import attention_backward
 from flashdig.kernels.reference import reference_attention
 
@@ -23,7 +23,7 @@ pytestmark = [
 def dq_is_added_up_whatever_the_lengths(request, monkeypatch):
     """But where a test is about that choice: few keys would leave the sums of dQ untested."""
     if "chooses" not in request.node.name:
-        monkeypatch.setattr(backward_launch, "APART", {})
+        monkeypatch.setattr(backward_tiles, "APART", {})
 
 
 # norm of the error over that of the gradient: rounding of inputs, P and dS to the dtype

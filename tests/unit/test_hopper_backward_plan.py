@@ -10,8 +10,8 @@ pytest.importorskip("triton")
 from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.runtime import JITFunction
 
-from flashdig.kernels.hopper import backward_launch
 from flashdig.kernels.hopper import backward_operator as hopper
+from flashdig.kernels.hopper import backward_tiles
 
 ROLES = ("grad_out", "grad_lse", "q", "k", "v", "bias", "alibi_slopes", "sinks", "dropout_seed",
          "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "out", "lse")  # fmt: skip
@@ -126,7 +126,7 @@ def test_plan_and_launcher_launch_the_same(
     launched, monkeypatch, name, few_keys, deterministic
 ) -> None:
     apart_up_to = dict.fromkeys((64, 128, 256), (340, 340)) if few_keys else {}
-    monkeypatch.setattr(backward_launch, "APART", apart_up_to)
+    monkeypatch.setattr(backward_tiles, "APART", apart_up_to)
     tensors, numbers = call(**CASES[name])
     wanted = (*ALL[:4], tensors["sinks"] is not None)
     direct, planned = both(launched, tensors, numbers, wanted, deterministic=deterministic)

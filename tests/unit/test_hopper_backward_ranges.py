@@ -7,8 +7,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from flashdig.kernels.hopper.backward_launch import TILES, Call, Launches, _main
+from flashdig.kernels.hopper.backward_launch import Call, Launches, _main
 from flashdig.kernels.hopper.backward_operator import live_ranges
+from flashdig.kernels.hopper.backward_tiles import TILES
 
 
 def test_live_rows_and_keys_are_those_of_the_written_out_mask() -> None:

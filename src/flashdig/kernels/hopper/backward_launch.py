@@ -18,6 +18,14 @@ from flashdig.kernels.hopper.backward_pre_post import (
     flashdig_hopper_backward_postprocess,
     flashdig_hopper_backward_preprocess,
 )
+from flashdig.kernels.hopper.backward_tiles import (
+    TILES,
+    DQTile,
+    MainTile,
+    dq_tile,
+    keys_are_few,
+    main_tile,
+)
 from flashdig.kernels.hopper.backward_wide import flashdig_hopper_backward_wide
 from flashdig.kernels.hopper.chip import heads_together, multiprocessors
 from flashdig.kernels.hopper.descriptors import tiles_of
@@ -30,34 +38,6 @@ BLOCK_N = 128
 PADDED_ROWS = 128
 # 16-bit elements in 16 bytes: strides are multiples of it
 UNIT = 8
-# width of the tiles -> (rows of a tile, buffers of them, whether the next S^T is started early,
-# whether dQ of a step is made in the next, buffers of K and V); a narrower head_dim or head_dim_v
-# arrives padded with zeros
-TILES = {
-    64: (128, 2, False, True, 2),
-    128: (64, 3, False, True, 1),
-    256: (64, 2, False, False, 1),
-}
-# the same under a causal mask, by the rows that a tile of keys meets, up to so many: where they are
-# few, K and V in time count for more than a third buffer of rows. Measured:
-# benchmarks/tiles/hopper-backward-h200.json
-CAUSAL_TILES = {
-    512: {**TILES, 64: (64, 4, False, True, 2), 128: (64, 2, False, True, 2)},
-    4095: {**TILES, 128: (64, 2, False, True, 2)},
-    math.inf: TILES,
-}
-# where dQ is made apart
-DKDV_TILES = {**TILES, 64: (128, 3, False, False, 2), 128: (64, 3, True, False, 2)}
-# with softcap or ALiBi 128 rows would spill
-SCALED_TILES = {**TILES, 64: (64, 3, True, False, 2)}
-# width -> most keys up to which dQ is faster made apart, without a causal mask and with one: the
-# sums of dQ move more bytes than the inputs. Measured:
-# benchmarks/tiles/hopper-backward-apart-h200.json
-APART = {128: (512, 1024), 256: (2048, 4096)}
-# width -> (keys of a tile, buffers of K, of V, and of rows) of dQ's own kernel
-DQ_TILES = {64: (128, 3, 3, 2), 128: (128, 2, 1, 2), 256: (32, 3, 3, 1)}
-# the same where dQ is faster made apart
-SHORT_DQ_TILES = {**DQ_TILES, 128: (64, 3, 3, 2)}
 # widths of the kernel of `backward_wide`, whose tiles have 64 rows and 64 keys
 WIDE = (256,)
 # what heads that are walked side by side under a causal mask may share
@@ -170,12 +150,11 @@ class Call:
         return rows * self.group_size
 
     @property
-    def short(self) -> bool:
+    def few_keys(self) -> bool:
         """Keys are so few that dQ is faster made apart."""
         if self.packed or self.window_left >= 0:
             return False
-        full, causal = APART.get(self.width, (0, 0))
-        return self.seqlen_k <= (causal if self.window_right >= 0 else full)
+        return keys_are_few(self.width, self.seqlen_k, causal=self.window_right >= 0)
 
     @property
     def scaled(self) -> bool:
@@ -242,8 +221,8 @@ def hopper_backward(
     delta: torch.Tensor | None = None,
     *,
     dq_apart: bool | None = None,
-    tiles: tuple[int, int, bool, bool, int] | None = None,
-    dq_tiles: tuple[int, int, int, int] | None = None,
+    tiles: MainTile | None = None,
+    dq_tiles: DQTile | None = None,
 ) -> None:
     """Write the gradients of a call.
 
@@ -253,7 +232,7 @@ def hopper_backward(
         delta: as lse, contiguous: rowsum(dO * O) - dLSE of live rows is written there.
         dq_apart: dQ comes from a kernel of its own: the same bits in every run; None, where that is
             faster.
-        tiles, dq_tiles: entries other than those of `TILES` and `DQ_TILES`.
+        tiles, dq_tiles: others than those of `backward_tiles`.
     """
     launches = Launches(call, dq, dk, dv, dq_apart=dq_apart, tiles=tiles, dq_tiles=dq_tiles)
     launches(
@@ -288,19 +267,19 @@ class Launches:
         dv: torch.Tensor | None,
         *,
         dq_apart: bool | None = None,
-        tiles: tuple[int, int, bool, bool, int] | None = None,
-        dq_tiles: tuple[int, int, int, int] | None = None,
+        tiles: MainTile | None = None,
+        dq_tiles: DQTile | None = None,
     ) -> None:
         device = call.q.device
-        apart = call.short if dq_apart is None else dq_apart
+        apart = call.few_keys if dq_apart is None else dq_apart
         with_sums = dq is not None and dk is not None and not apart
-        table = TILES if with_sums else DKDV_TILES
-        if call.scaled:
-            table = SCALED_TILES
-        elif call.window_right >= 0 and with_sums:
-            rows = call.rows_met
-            table = next(tiles for most, tiles in CAUSAL_TILES.items() if rows <= most)
-        tiles = tiles or table[call.width]
+        tiles = tiles or main_tile(
+            call.width,
+            call.rows_met,
+            with_sums=with_sums,
+            scaled=call.scaled,
+            causal=call.window_right >= 0,
+        )
         # log-sum-exp in units of log2, and delta, padded; the number of the next tile of keys; sums
         # of dQ; the last two start as zeros. One buffer, since allocating costs the host more than
         # its part of a launch
@@ -315,8 +294,7 @@ class Launches:
         if dq is not None and with_sums:
             self._postprocess = _postprocess(call, dq, tiles[0])
         elif dq is not None:
-            table_of_dq = SHORT_DQ_TILES if call.short else DQ_TILES
-            dq_tiles = dq_tiles or table_of_dq[call.width]
+            dq_tiles = dq_tiles or dq_tile(call.width, few_keys=call.few_keys)
             self._dq = _dq(call, dq, dq_tiles, early=self._main is not None)
 
     def __call__(self, *tensors: Any) -> None:
@@ -384,7 +362,7 @@ def _main(
     with_sums: bool,
     dk: torch.Tensor,
     dv: torch.Tensor,
-    tiles: tuple[int, int, bool, bool, int],
+    tiles: MainTile,
 ) -> Launch:
     block_m, stages, ahead, late, key_tiles = tiles
     wide = call.width in WIDE
@@ -428,7 +406,7 @@ def _main(
     )
 
 
-def _dq(call: Call, dq: torch.Tensor, tiles: tuple[int, int, int, int], *, early: bool) -> Launch:
+def _dq(call: Call, dq: torch.Tensor, tiles: DQTile, *, early: bool) -> Launch:
     block_n, stages, stages_v, slots = tiles
     num_heads = call.q.shape[-2]
     head_bytes = 2 * call.seqlen_k * call.width * call.k.element_size()

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from flashdig.kernels.hopper.backward_launch import TILES, Call, Launches, hopper_backward
+from flashdig.kernels.hopper.backward_launch import Call, Launches, hopper_backward
+from flashdig.kernels.hopper.backward_tiles import TILES
 from flashdig.kernels.hopper.descriptors import taken_by_tma
 from flashdig.kernels.launch import allocation
 from flashdig.kernels.plans import Plan
