@@ -142,25 +142,26 @@ def test_the_command_takes_less_than_300_ms_of_its_own():
     The best of several: a busy machine must not decide.
     """
 
-    def best(command: list[str]) -> float:
-        times = []
-        for _ in range(5):
-            before = resource.getrusage(resource.RUSAGE_CHILDREN)
-            subprocess.run(
-                command,
-                env={**os.environ, "PYTHONPATH": str(SOURCE)},
-                capture_output=True,
-                check=True,
-            )
-            after = resource.getrusage(resource.RUSAGE_CHILDREN)
-            times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-        return min(times)
+    def took(command: list[str]) -> float:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run(
+            command,
+            env={**os.environ, "PYTHONPATH": str(SOURCE)},
+            capture_output=True,
+            check=True,
+        )
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
-    nothing = best([sys.executable, "-c", NOTHING])
-    question = QUESTION.split()
-    own = best([sys.executable, "-m", "flashdig", "predict", *question]) - nothing
+    commands = (
+        [sys.executable, "-c", NOTHING],
+        [sys.executable, "-m", "flashdig", "predict", *QUESTION.split()],
+    )
+    # by turns, since a processor that is shared is slower at some times than at others
+    times = [[took(command) for command in commands] for _ in range(7)]
+    nothing, all_of_it = (min(column) for column in zip(*times, strict=True))
     # a slow or shared processor slows both
-    assert own < max(0.3, 1.1 * nothing)
+    assert all_of_it - nothing < max(0.3, 1.1 * nothing), (nothing, all_of_it)
 
 
 def test_a_huge_problem_is_guessed_as_quickly():
