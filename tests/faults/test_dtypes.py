@@ -108,11 +108,13 @@ def test_float32_is_not_tf32(attend, device, sizes) -> None:
 @contextlib.contextmanager
 def tf32_allowed():
     matmul = torch.backends.cuda.matmul
+    # set back by the newer setting: a False here would outlive it and hide torch.backends' own
+    before = matmul.fp32_precision
     matmul.allow_tf32 = True
     try:
         yield
     finally:
-        matmul.allow_tf32 = False
+        matmul.fp32_precision = before
 
 
 def test_tf32_follows_torchs_setting_at_every_call(attend, device) -> None:

@@ -63,12 +63,13 @@ def test_tf32_is_used_only_when_torch_allows_it(rung) -> None:
     problem = AttentionProblem.dense(1, 2, 256, 64, "float32")
     inputs = random_qkv(problem, device="cuda", seed=2)
     exact = generation(rung).run(inputs.q, inputs.k, inputs.v, False)[0]
+    before = torch.backends.cuda.matmul.fp32_precision
     torch.backends.cuda.matmul.allow_tf32 = True
     try:
         rounded = generation(rung).run(inputs.q, inputs.k, inputs.v, False)[0]
         assert_within_contract(rounded, None, inputs, causal=False)
     finally:
-        torch.backends.cuda.matmul.allow_tf32 = False
+        torch.backends.cuda.matmul.fp32_precision = before
     assert_within_contract(exact, None, inputs, causal=False)
     assert 1e-5 < (exact - rounded).abs().max() < 1e-2
 
