@@ -8,6 +8,7 @@ import torch
 from flashdig import attention
 from flashdig.kernels.hopper import backward_tiles
 from flashdig.kernels.hopper.backward_operator import attention_backward
+from flashdig.kernels.hopper.backward_tiles import APART
 from flashdig.kernels.reference import reference_attention
 
 pytestmark = [
@@ -20,10 +21,9 @@ pytestmark = [
 
 
 @pytest.fixture(autouse=True)
-def dq_is_added_up_whatever_the_lengths(request, monkeypatch):
-    """But where a test is about that choice: few keys would leave the sums of dQ untested."""
-    if "chooses" not in request.node.name:
-        monkeypatch.setattr(backward_tiles, "APART", {})
+def dq_is_added_up_whatever_the_lengths(monkeypatch):
+    """Few keys would leave the sums of dQ untested."""
+    monkeypatch.setattr(backward_tiles, "APART", {})
 
 
 # norm of the error over that of the gradient: rounding of inputs, P and dS to the dtype
@@ -156,8 +156,9 @@ def test_deterministic_runs_are_the_same_bits(head_dim):
 
 
 @pytest.mark.parametrize(("head_dim", "seqlen"), [(128, 500), (128, 1000), (256, 900)])
-def test_chooses_dq_apart_where_keys_are_few(head_dim, seqlen):
+def test_chooses_dq_apart_where_keys_are_few(head_dim, seqlen, monkeypatch):
     """Then the default's gradients are the deterministic ones, in every run."""
+    monkeypatch.setattr(backward_tiles, "APART", APART)
     q, k, v = inputs(seqlen, seqlen, head_dim)
     options = {"causal": seqlen > 512}
     found = []

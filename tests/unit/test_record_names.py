@@ -50,7 +50,8 @@ def test_a_kernels_name_is_written_once(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (["a"], "row 1: [a-z_ ]+ [1-9] is not in names"),
+        (["a"], "row 1: run_id 1 is not in names"),
+        (["a", "b"], "row 1: kernel name 2 is not in names"),
         ({"0": "a"}, "a list of strings"),
         ([1], "a list"),
     ],

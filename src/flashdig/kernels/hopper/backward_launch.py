@@ -40,8 +40,6 @@ PADDED_ROWS = 128
 UNIT = 8
 # widths of the kernel of `backward_wide`, whose tiles have 64 rows and 64 keys
 WIDE = (256,)
-# what heads that are walked side by side under a causal mask may share
-SECTION_BYTES = 32 * 2**20
 PREPROCESS_ROWS = 32
 COUNTER = 4  # numbers, of which two are used: what follows stays aligned
 
@@ -131,9 +129,7 @@ class Call:
     def together(self, heads: int, head_bytes: int) -> int:
         """Heads that are walked side by side: with a causal mask, those that L2 holds."""
         causal = self.window_right >= 0
-        return heads_together(
-            heads, head_bytes, causal=causal, packed=self.packed, section_bytes=SECTION_BYTES
-        )
+        return heads_together(heads, head_bytes, causal=causal, packed=self.packed)
 
     @property
     def uneven(self) -> bool:

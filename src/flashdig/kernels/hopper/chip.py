@@ -16,15 +16,12 @@ def multiprocessors(device: torch.device) -> int:
     return launch.multiprocessors(device, H200_MULTIPROCESSORS)
 
 
-def heads_together(
-    heads: int, head_bytes: int, *, causal: bool, packed: bool, section_bytes: int = L2_BYTES
-) -> int:
+def heads_together(heads: int, head_bytes: int, *, causal: bool, packed: bool) -> int:
     """Heads that are walked side by side, so that what their tiles share stays in L2.
 
     Args:
         head_bytes: what one head's tiles share.
-        section_bytes: what all of them together may.
     """
     if packed or not causal:
         return 1
-    return max(1, min(heads, section_bytes // head_bytes))
+    return max(1, min(heads, L2_BYTES // head_bytes))

@@ -78,12 +78,6 @@ def store_rows(desc, rows, row, COLUMN: gl.constexpr, tile):
 
 
 @gluon.jit
-def rows_in_sections(batch_size, num_heads, rows, heads_together, BLOCK_M: gl.constexpr):
-    """`tile_in_sections` of a one-dimensional grid's program."""
-    return tile_in_sections(gl.program_id(0), batch_size, num_heads, rows, heads_together, BLOCK_M)
-
-
-@gluon.jit
 def tile_in_sections(program, batch_size, num_heads, rows, heads_together, BLOCK_M: gl.constexpr):
     """(batch, head, start_m) of a tile. `heads_together` heads share the L2 cache; within them
     the last rows, which see most keys under causality, come first."""
