@@ -6,13 +6,15 @@
     model.set_attn_implementation("dig")
     model.generate(**inputs, past_key_values=InPlaceCache(model.config, max_cache_len=4096))
 
-With any other cache of transformers the keys of each step are whatever that cache returns. Needs
-transformers 5 (https://huggingface.co/docs/transformers/attention_interface describes the
-interface).
+With any other cache of transformers the keys of each step are whatever that cache returns.
+`flashdig.integrations.decoding_graph` captures the step as a CUDA graph. Needs transformers 5
+(https://huggingface.co/docs/transformers/attention_interface describes the interface).
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -97,15 +99,21 @@ def attention_mask_for(*args: Any, **kwargs: Any) -> torch.Tensor | None:
     return whole
 
 
+def _is_captured(x: torch.Tensor) -> bool:
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 class InPlaceLayer(CacheLayerMixin):  # type: ignore[misc]
     """Keys and values of one layer, (batch, max_cache_len, heads, head_dim)."""
 
     is_sliding = False
 
-    def __init__(self, shared: _Shared) -> None:
+    def __init__(self, shared: _Shared, last: bool) -> None:
         super().__init__()
         self._shared = shared
+        self._last = last
         self._length = 0
+        self._waits = False
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -114,20 +122,34 @@ class InPlaceLayer(CacheLayerMixin):  # type: ignore[misc]
             for x in (key_states, value_states)
         )
         self.keys, self.values = self._k.transpose(1, 2), self._v.transpose(1, 2)
+        self._shared.allocate(key_states.shape[0], self.device)
         self.is_initialized = True
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The new keys and values themselves: `attention_forward` appends them."""
+        if self._waits:
+            raise ValueError(
+                "InPlaceCache needs set_attn_implementation with the name that was registered: "
+                "another attention left keys that it had to append"
+            )
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        if self._length + key_states.shape[2] > self._shared.capacity:
+        elif key_states.shape[0] != self._k.shape[0]:
             raise ValueError(
-                f"max_cache_len must hold every key, got {self._shared.capacity} for "
-                f"{self._length} + {key_states.shape[2]} keys"
+                f"InPlaceCache holds {self._k.shape[0]} sequences, got keys of "
+                f"{key_states.shape[0]}"
             )
+        if not self._shared.on_device:
+            self._shared.check_room(self._length, key_states.shape[2])
+            if _is_captured(key_states):
+                raise RuntimeError(
+                    "a step of InPlaceCache is captured within its lengths_on_device(): the graph "
+                    "would hold the host's length and append to the same place in each replay"
+                )
         setattr(key_states, _LAYER, self)
+        self._waits = True
         return key_states, value_states
 
     def attend(
@@ -139,23 +161,38 @@ class InPlaceLayer(CacheLayerMixin):  # type: ignore[misc]
         options: dict[str, Any],
     ) -> torch.Tensor:
         """Append k and v (batch, seqlen, heads, head_dim), attend to all keys so far."""
-        before, self._length = self._length, self._length + k.shape[1]
-        leftpad = None if mask is None else self._shared.leftpad(mask, before == 0)
-        if before == 0 and leftpad is None:  # a prompt: the fastest attention there is
-            for cache, new in ((self._k, k), (self._v, v)):
-                cache[:, : new.shape[1]].copy_(new)
-            out = attention(q, k, v, **options)
+        self._waits = False
+        shared, before = self._shared, self._length
+        if shared.on_device:
+            if mask is not None:
+                raise ValueError(
+                    "attention_mask must be None within lengths_on_device(), which knows the "
+                    "prompt's padding"
+                )
+            lengths, leftpad = shared.lengths, shared.leftpad if shared.padded else None
         else:
-            out = attention_with_kvcache(
-                q,
-                self._k,
-                self._v,
-                k,
-                v,
-                cache_seqlens=self._shared.seqlens(before, q),
-                cache_leftpad=leftpad,
-                **options,
-            )
+            self._length += k.shape[1]
+            shared.pad(mask, before == 0)
+            leftpad = shared.leftpad if shared.padded else None
+            if before == 0 and leftpad is None:  # a prompt: the fastest attention there is
+                for cache, new in ((self._k, k), (self._v, v)):
+                    cache[:, : new.shape[1]].copy_(new)
+                out = attention(q, k, v, **options)
+                assert isinstance(out, torch.Tensor)
+                return out
+            lengths = shared.filled(before)
+        out = attention_with_kvcache(
+            q,
+            self._k,
+            self._v,
+            k,
+            v,
+            cache_seqlens=lengths,
+            cache_leftpad=leftpad,
+            **options,
+        )
+        if shared.on_device and self._last:
+            shared.lengths.add_(k.shape[1])
         assert isinstance(out, torch.Tensor)
         return out
 
@@ -168,8 +205,13 @@ class InPlaceLayer(CacheLayerMixin):  # type: ignore[misc]
     def get_max_length(self) -> int:
         return self._shared.capacity
 
+    def advance(self, tokens: int) -> None:
+        """Count keys that the device appends."""
+        self._length += tokens
+
     def reset(self) -> None:
         self._length = 0
+        self._waits = False
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         if self._length > 0:
@@ -178,34 +220,59 @@ class InPlaceLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 class _Shared:
-    """What all layers of a cache have in common: a step's lengths are written once."""
+    """What all layers of a cache have in common: a step's lengths are written once, and always to
+    the same places, which a captured step reads.
+
+    Attributes:
+        lengths: (batch,) int32 keys before this step's.
+        leftpad: (batch,) int32 keys at the start that are padding; counts where `padded`.
+        on_device: steps read and advance `lengths`, which the host does not know then.
+    """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
+        self.on_device = False
+        self.padded = False
+        self.lengths: torch.Tensor
+        self.leftpad: torch.Tensor
+        self._allocated = False
         self._known = -1
-        self._seqlens: torch.Tensor | None = None
         self._mask: torch.Tensor | None = None
-        self._leftpad: torch.Tensor | None = None
 
-    def seqlens(self, length: int, q: torch.Tensor) -> torch.Tensor:
-        """(batch,) int32 keys before this step's."""
-        if self._seqlens is None or self._seqlens.shape[0] != q.shape[0]:
-            self._seqlens = torch.empty(q.shape[0], dtype=torch.int32, device=q.device)
-            self._known = -1
+    def allocate(self, batch: int, device: torch.device) -> None:
+        if not self._allocated:
+            self.lengths, self.leftpad = (
+                torch.zeros(batch, dtype=torch.int32, device=device) for _ in range(2)
+            )
+            self._allocated = True
+
+    def check_room(self, length: int, new: int) -> None:
+        if length + new > self.capacity:
+            raise ValueError(
+                f"max_cache_len must hold every key, got {self.capacity} for {length} + {new} keys"
+            )
+
+    def filled(self, length: int) -> torch.Tensor:
+        """`lengths`, all of them `length`."""
         if length != self._known:
-            self._seqlens.fill_(length)
+            self.lengths.fill_(length)
             self._known = length
-        return self._seqlens
+        return self.lengths
 
-    def leftpad(self, mask: torch.Tensor, first: bool) -> torch.Tensor:
-        """(batch,) int32 keys at the start that are padding."""
-        if mask is not self._mask:
-            hidden = ~mask.bool()
-            self._mask, self._leftpad = mask, hidden.sum(-1, dtype=torch.int32)
-            if first and (hidden[:, 1:] & ~hidden[:, :-1]).any():
-                raise ValueError("attention_mask must have its padding on the left")
-        assert self._leftpad is not None
-        return self._leftpad
+    def forget(self) -> None:
+        """The device is about to change `lengths`, or has."""
+        self._known = -1
+
+    def pad(self, mask: torch.Tensor | None, first: bool) -> None:
+        """Take `leftpad` from (batch, keys) bool, False where a key is padding."""
+        self.padded = mask is not None
+        if mask is None or mask is self._mask:
+            return
+        hidden = ~mask.bool()
+        if first and (hidden[:, 1:] & ~hidden[:, :-1]).any():
+            raise ValueError("attention_mask must have its padding on the left")
+        self.leftpad.copy_(hidden.sum(-1, dtype=torch.int32))
+        self._mask = mask
 
 
 class InPlaceCache(Cache):  # type: ignore[misc]
@@ -213,6 +280,10 @@ class InPlaceCache(Cache):  # type: ignore[misc]
 
     Each step writes its own keys and nothing else, and every step is the same call: in a
     `DynamicCache` torch.cat copies all keys of every layer in each step.
+
+    Lengths are counted on the host. A step that is captured as a CUDA graph takes them from the
+    device, where it advances them too: capture it within `lengths_on_device`, call `advance` before
+    it is replayed. `flashdig.integrations.decoding_graph.DecodingGraph` does both.
 
     Args:
         config: of the model, for the number of its layers.
@@ -224,6 +295,41 @@ class InPlaceCache(Cache):  # type: ignore[misc]
             raise TypeError(f"max_cache_len must be an int, got {max_cache_len!r}")
         if max_cache_len < 1:
             raise ValueError(f"max_cache_len must be >= 1, got {max_cache_len}")
-        shared = _Shared(max_cache_len)
+        self._shared = _Shared(max_cache_len)
         count = config.get_text_config(decoder=True).num_hidden_layers
-        super().__init__(layers=[InPlaceLayer(shared) for _ in range(count)])
+        layers = [InPlaceLayer(self._shared, last=i == count - 1) for i in range(count)]
+        super().__init__(layers=layers)
+
+    @contextlib.contextmanager
+    def lengths_on_device(self) -> Iterator[None]:
+        """Steps in here find on the device how many keys there are, and count theirs there.
+
+        The host's lengths stand still, so `advance` comes first; without it keys that have no room
+        are dropped and nobody is told. The prompt's padding goes on, so the attention_mask of a
+        step is None.
+        """
+        before = self._shared.on_device
+        self._shared.on_device = True
+        try:
+            yield
+        finally:
+            self._shared.on_device = before
+            self._shared.forget()
+
+    def advance(self, tokens: int) -> None:
+        """Make the device's lengths the host's, and count `tokens` keys that steps whose lengths
+        are on the device are about to append: eager ones or replays, one after another.
+
+        Raises ValueError where max_cache_len has no room for them, or before there is a prompt.
+        """
+        if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 0:
+            raise ValueError(f"tokens must be an int >= 0, got {tokens!r}")
+        length = self.layers[0].get_seq_length()
+        if length == 0:
+            raise ValueError("advance needs the keys of a prompt in the cache, which is empty")
+        self._shared.check_room(length, tokens)
+        self._shared.forget()
+        self._shared.filled(length)
+        self._shared.forget()
+        for layer in self.layers:
+            layer.advance(tokens)
