@@ -3,7 +3,8 @@
     python -m flashdig.bench.decode_loop --output benchmarks/results/nvidia-h200/decode-loop.json
 
 First in float32: flashdig must give the tokens of eager attention. Then in bfloat16, timed beside
-torch's attention: whole generations, the host's work included. Needs transformers.
+torch's attention: whole generations, the host's work included; with --captured the steps alone,
+each the replay of a CUDA graph (`flashdig.bench.decode_loop_captured`). Needs transformers.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flashdig.bench import decode_loop_captured as captured
 from flashdig.bench.environment import collect, revision
 from flashdig.bench.results import append_run, new_run, timing_fields
 from flashdig.bench.timing import Timing, median_ratio, time_rotated
@@ -153,25 +155,9 @@ def measure(
     timings = time_rotated(calls, rounds=rounds, target_ms=1.0, clock="host")
     rows = []
     for (attention, cache), timing in zip(competitors, timings.values(), strict=True):
-        head_dim = size.hidden // size.num_heads
-        row: dict[str, Any] = {
-            "kind": "speed",
-            "pass": "decode",
-            "name": "decode loop",
-            "batch": cell.batch,
-            "num_heads": size.num_heads,
-            "num_heads_kv": size.num_heads_kv,
-            "seqlen_q": 1,
-            "seqlen_k": cell.prompt + tokens,
-            "head_dim": head_dim,
-            "head_dim_v": head_dim,
-            "dtype": "bfloat16",
-            "causal": True,
-            "model": {"class": "LlamaForCausalLM", **vars(size)},
-            "features": {"cell": cell.name, "prompt": cell.prompt, "cache": cache},
-            "backend": attention,
-            "gate": gate if attention == "flashdig" else "ok",
-        }
+        row = common_fields(cell, size, tokens)
+        row["features"]["cache"] = cache
+        row |= {"backend": attention, "gate": gate if attention == "flashdig" else "ok"}
         if isinstance(timing, Timing) and row["gate"] == "ok":
             row |= {n: x for n, x in timing_fields(timing).items() if x is not None}
             row["tokens_per_s"] = 1e3 * cell.batch * tokens / timing.ms
@@ -179,6 +165,55 @@ def measure(
             row["notes"] = f"no time: {timing.reason}"
         rows.append(row)
     return rows
+
+
+def common_fields(cell: LoopCell, size: ModelSize, tokens: int) -> dict[str, Any]:
+    """What the rows of all competitors say about a cell."""
+    head_dim = size.hidden // size.num_heads
+    return {
+        "kind": "speed",
+        "pass": "decode",
+        "name": "decode loop",
+        "batch": cell.batch,
+        "num_heads": size.num_heads,
+        "num_heads_kv": size.num_heads_kv,
+        "seqlen_q": 1,
+        "seqlen_k": cell.prompt + tokens,
+        "head_dim": head_dim,
+        "head_dim_v": head_dim,
+        "dtype": "bfloat16",
+        "causal": True,
+        "model": {"class": "LlamaForCausalLM", **vars(size)},
+        "features": {"cell": cell.name, "prompt": cell.prompt},
+    }
+
+
+def check_captured(
+    size: ModelSize, tokens: int, competitors: Sequence[captured.Competitor]
+) -> dict[str, str]:
+    """`failures_of` beside eager attention in float32, which not every backend of torch's has."""
+    competitors = [one for one in competitors if one.captured and one.backend is None]
+    model, prompt = make_model(size, "float32", "cuda"), make_prompt(CHECKED, size, "cuda")
+    expected = generate(model, prompt, "eager", "DynamicCache", tokens)
+    return captured.failures_of(model, prompt, expected, tokens, competitors)
+
+
+def measure_captured(
+    cell: LoopCell,
+    size: ModelSize,
+    tokens: int,
+    failures: dict[str, str],
+    rounds: int,
+    competitors: Sequence[captured.Competitor],
+) -> list[dict[str, Any]]:
+    """A row for each competitor."""
+    import transformers
+
+    model, prompt = make_model(size, "bfloat16", "cuda"), make_prompt(cell, size, "cuda")
+    measured = captured.measure_steps(model, prompt, tokens, rounds, competitors)
+    common = common_fields(cell, size, tokens)
+    common["model"]["transformers"] = transformers.__version__
+    return captured.rows_of(common, tokens, competitors, measured, failures)
 
 
 def line_of(rows: Sequence[dict[str, Any]]) -> str:
@@ -205,11 +240,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--cells", nargs="*", help="names such as 1x128; default: all")
     caches = [cache for _, cache in COMPETITORS[1:]]
-    parser.add_argument("--sdpa-caches", nargs="+", default=caches, choices=caches)
+    parser.add_argument(
+        "--sdpa-caches", nargs="+", default=caches, choices=caches, help="without --captured"
+    )
+    parser.add_argument("--captured", action="store_true", help="steps that are CUDA graphs")
+    peers = [one.name for one in captured.COMPETITORS[1:]]
+    parser.add_argument("--peers", nargs="+", default=peers, choices=peers, help="with --captured")
     given = parser.parse_args(arguments)
     names = [cell.name for cell in CELLS]
     if unknown := sorted(set(given.cells or ()) - set(names)):
         parser.error(f"--cells must be of {', '.join(names)}, got {unknown[0]}")
+    cells = [cell for cell in CELLS if not given.cells or cell.name in given.cells]
     command = shlex.join(["python", "-m", "flashdig.bench.decode_loop", *sys.argv[1:]])
 
     def keep(rows: list[dict[str, Any]]) -> None:
@@ -217,31 +258,70 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given.output is not None:
             append_run(given.output, SUITE, new_run(command, collect(), revision()), rows)
 
+    if given.captured:
+        return _run_captured(given, cells, keep)
+    return _run_eager(given, cells, keep)
+
+
+Keep = Callable[[list[dict[str, Any]]], None]
+
+
+def _run_eager(given: argparse.Namespace, cells: Sequence[LoopCell], keep: Keep) -> int:
     size = ModelSize()
     competitors = [
         one for one in COMPETITORS if one[0] == "flashdig" or one[1] in given.sdpa_caches
     ]
     failures = check(size, CHECKED, given.tokens, "cuda")
+    keep([_tested("flashdig", "", given.tokens, 2, failures)])
+    gate = failures[0] if failures else "ok"
+    for cell in cells:
+        found = measure(cell, size, given.tokens, gate, given.rounds, competitors)
+        print(line_of(found), flush=True)
+        keep(found)
+    return 1 if failures else 0
+
+
+def _run_captured(given: argparse.Namespace, cells: Sequence[LoopCell], keep: Keep) -> int:
+    size = ModelSize()
+    competitors = [
+        one
+        for one in captured.COMPETITORS
+        if one.attention == "flashdig" or one.name in given.peers
+    ]
+    failures = check_captured(size, given.tokens, competitors)
+    keep(
+        [
+            _tested(one.name, ", captured step", given.tokens, 1, _listed(failures.get(one.name)))
+            for one in competitors
+            if one.captured and one.backend is None
+        ]
+    )
+    for cell in cells:
+        found = measure_captured(cell, size, given.tokens, failures, given.rounds, competitors)
+        print(captured.line_of(found, competitors), flush=True)
+        keep(found)
+    return 1 if competitors[0].name in failures else 0
+
+
+def _listed(failure: str | None) -> list[str]:
+    return [] if failure is None else [failure]
+
+
+def _tested(
+    backend: str, what: str, tokens: int, cases: int, failures: list[str]
+) -> dict[str, Any]:
     for failure in failures:
         print(f"FAILED {failure}", flush=True)
-    tested = {
+    return {
         "kind": "test",
-        "name": f"tokens of eager attention in float32, {CHECKED.name} + {given.tokens}",
-        "backend": "flashdig",
-        "cases": 2,
-        "passed": 2 - len(failures),
+        "name": f"tokens of eager attention in float32, {CHECKED.name} + {tokens}{what}",
+        "backend": backend,
+        "cases": cases,
+        "passed": cases - len(failures),
         "failed": len(failures),
         "skipped": 0,
         "failures": failures,
     }
-    keep([tested])
-    for cell in CELLS:
-        if not given.cells or cell.name in given.cells:
-            gate = failures[0] if failures else "ok"
-            found = measure(cell, size, given.tokens, gate, given.rounds, competitors)
-            print(line_of(found), flush=True)
-            keep(found)
-    return 1 if failures else 0
 
 
 if __name__ == "__main__":
