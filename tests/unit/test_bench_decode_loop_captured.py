@@ -37,7 +37,7 @@ def test_tokens_are_compared_with_those_of_eager_attention(model) -> None:
 def test_steps_are_timed_apart_from_the_prompt(model) -> None:
     prompt = decode_loop.make_prompt(CELL, SMALL, "cpu")
     measured = captured.measure_steps(model, prompt, 5, 2, ON_A_CPU)
-    assert [len(timing.ms_all) for timing, _ in measured] == [2, 2, 2]
+    assert [len(timing.ms_all) for timing, _ in measured] == [2, 2, 2, 2]
     assert all(prompt_ms > 0 for _, prompt_ms in measured)
 
 
@@ -64,21 +64,22 @@ def timing(ms):
 def test_rows_and_their_line() -> None:
     competitors = captured.COMPETITORS
     measured = [(timing(255.0), 9.0), (timing(510.0), 9.0), (TimingFailure("no"), None)]
+    measured[1:1] = [(timing(300.0), 9.0)]
     measured.append((timing(1020.0), 8.0))
     common = decode_loop.common_fields(CELL, SMALL, 256)
     rows = captured.rows_of(common, 256, competitors, measured, {})
     for row in rows:
         check_row({**row, "run_id": "a"}, {"a"}, "row")
-    assert [row["features"]["step"] for row in rows] == ["captured"] * 3 + ["eager"]
+    assert [row["features"]["step"] for row in rows] == ["captured"] * 4 + ["eager"]
     assert rows[0]["tokens_per_s"] == pytest.approx(2000.0)
     line = captured.line_of(rows, competitors)
     assert line.startswith("2x9, steps: flashdig 1.000 ms a step, 2000 tokens/s (prompt 9 ms)")
-    assert "sdpa 2.000 ms a step, 1000 tokens/s (prompt 9 ms): 2.000 [2.000, 2.000]" in line
+    assert "sdpa-packed 2.000 ms a step, 1000 tokens/s (prompt 9 ms): 2.000 [2.000" in line
     assert "sdpa-cudnn - (no time: no)" in line
     failures = {"flashdig": "flashdig: token 3 differs"}
     rows = captured.rows_of(common, 256, competitors, measured, failures)
-    assert [row["gate"] for row in rows] == [failures["flashdig"], "ok", "ok", "ok"]
-    assert ["ms" in row for row in rows] == [False, True, False, True]
+    assert [row["gate"] for row in rows] == [failures["flashdig"]] + ["ok"] * 4
+    assert ["ms" in row for row in rows] == [False, True, True, False, True]
 
 
 @pytest.mark.parametrize("failures", [{}, {"flashdig": "token 3 differs"}])

@@ -22,12 +22,16 @@ from flashdig.bench.meters import Call, HostMeter
 from flashdig.bench.results import timing_fields
 from flashdig.bench.timing import Timing, TimingFailure, median_ratio, rotate
 
+# name in transformers of torch's attention with the query heads of a KV head as its rows
+PACKED = "sdpa_packed"
+
 
 @dataclass(frozen=True)
 class Competitor:
     """An attention with its cache.
 
     Attributes:
+        attention: "flashdig", or a name that transformers knows.
         backend: that torch's attention is restricted to, by its name in
             `torch.nn.attention.SDPBackend`; None leaves the choice to torch.
         captured: the step is a CUDA graph, else it is eager.
@@ -44,7 +48,8 @@ class Competitor:
 COMPETITORS = (
     Competitor("flashdig", "flashdig", "InPlaceCache"),
     Competitor("sdpa", "sdpa", "StaticCache"),
-    Competitor("sdpa-cudnn", "sdpa", "StaticCache", "CUDNN_ATTENTION"),
+    Competitor("sdpa-packed", PACKED, "StaticCache"),
+    Competitor("sdpa-cudnn", PACKED, "StaticCache", "CUDNN_ATTENTION"),
     Competitor("sdpa-eager", "sdpa", "DynamicCache", captured=False),
 )
 
@@ -111,8 +116,37 @@ def choose(model: Any, competitor: Competitor) -> None:
     from flashdig.integrations import transformers as integration
 
     integration.register()
+    _register_packed()
     ours = competitor.attention == "flashdig"
     model.set_attn_implementation(integration.NAME if ours else competitor.attention)
+
+
+def packed_attention(
+    module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **options: Any
+) -> tuple[Any, None]:
+    """torch's attention, without the copy of keys for each query head that transformers 5.17 makes
+    where there is a mask: for one token, the heads of a group are rows of one problem. Later
+    releases do the same."""
+    from torch.nn.functional import scaled_dot_product_attention
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    batch, heads, tokens, head_dim = query.shape
+    if tokens > 1 or attention_mask is None or attention_mask.shape[1] != 1:
+        out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+        return out, None
+    rows = query.reshape(batch, key.shape[1], heads // key.shape[1], head_dim)
+    out = scaled_dot_product_attention(
+        rows, key, value, attn_mask=attention_mask, scale=options.get("scaling")
+    )
+    return out.reshape(batch, 1, heads, value.shape[-1]), None
+
+
+def _register_packed() -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    AttentionInterface.register(PACKED, packed_attention)
+    AttentionMaskInterface.register(PACKED, sdpa_mask)
 
 
 def backend_of(competitor: Competitor) -> contextlib.AbstractContextManager[Any]:
@@ -229,6 +263,7 @@ def rows_of(
     for competitor, (timing, prefill) in zip(competitors, measured, strict=True):
         features = common["features"] | {
             "cache": competitor.cache,
+            "competitor": competitor.name,
             "step": "captured" if competitor.captured else "eager",
             "timed": f"{tokens - 1} steps, without the prompt",
         }
@@ -237,7 +272,7 @@ def rows_of(
         row = common | {
             "name": "decode loop, steps",
             "features": features,
-            "backend": competitor.attention,
+            "backend": competitor.name.split("-")[0],
             "gate": failures.get(competitor.name, "ok"),
         }
         if isinstance(timing, TimingFailure):
