@@ -1,7 +1,11 @@
-"""A step whose lengths are on the device, on the CPU: without a capture, every step is eager."""
+"""A captured decoding step, on the CPU: a trace by make_fx stands for the CUDA graph. Like one it
+repeats operations on the same tensors, with every number of the host as it was at the capture."""
+
+import contextlib
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -24,12 +28,18 @@ def model():
 
 @pytest.fixture
 def captures(monkeypatch):
-    """Captured steps, which are the eager ones here."""
+    """The traces that were made."""
     made = []
 
     def captured(step):
-        made.append(step)
-        return step
+        def traced():
+            step()
+            return torch.zeros(())
+
+        # a trace runs the step, which a capture does not: the first replay is done
+        replay, replays = make_fx(traced)(), []
+        made.append(replay)
+        return lambda: replays.append(replay() if replays else None)
 
     monkeypatch.setattr(decoding_graph, "_check_device", lambda device: None)
     monkeypatch.setattr(decoding_graph, "_captured", captured)
@@ -67,6 +77,15 @@ def test_one_step_serves_all_prompts(kind, model, captures) -> None:
     assert torch.equal(graph.decode(7), expected[1][:, 5:12])
     assert torch.equal(graph.decode(4), expected[1][:, 12:])
     assert len(captures) == 1
+
+
+def test_a_length_of_the_hosts_would_be_seen(model, captures, monkeypatch) -> None:
+    prompt = prompt_of(2, 9)
+    expected = eager_tokens(model, prompt, 12)
+    model.set_attn_implementation("dig")
+    monkeypatch.setattr(InPlaceCache, "lengths_on_device", contextlib.nullcontext)
+    found = DecodingGraph(model, InPlaceCache(model.config, ROOM)).generate(prompt, 12)
+    assert not torch.equal(found, expected)
 
 
 def test_padding_on_the_left_has_a_graph_of_its_own(model, captures) -> None:
