@@ -59,7 +59,7 @@ def test_a_step_that_counts_on_the_host_is_not_captured(model) -> None:
         model(input_ids=prompt_of(1, 8), **given)
         token, place = prompt_of(1, 1), torch.full((1, 1), 8, device="cuda")
         with (
-            pytest.raises(RuntimeError, match="captured within its lengths_on_device"),
+            pytest.raises(RuntimeError, match="captured within its step_on_device"),
             torch.cuda.graph(torch.cuda.CUDAGraph()),
         ):
             model(input_ids=token, position_ids=place, **given)

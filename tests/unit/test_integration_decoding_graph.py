@@ -83,7 +83,7 @@ def test_a_length_of_the_hosts_would_be_seen(model, captures, monkeypatch) -> No
     prompt = prompt_of(2, 9)
     expected = eager_tokens(model, prompt, 12)
     model.set_attn_implementation("dig")
-    monkeypatch.setattr(InPlaceCache, "lengths_on_device", contextlib.nullcontext)
+    monkeypatch.setattr(InPlaceCache, "step_on_device", contextlib.nullcontext)
     found = DecodingGraph(model, InPlaceCache(model.config, ROOM)).generate(prompt, 12)
     assert not torch.equal(found, expected)
 
@@ -153,7 +153,7 @@ def test_the_hosts_lengths_and_the_devices_take_turns(model, captures) -> None:
             expected = step(counted, tokens, place)
             if place % 10:
                 found.advance(5)
-                with found.lengths_on_device():
+                with found.step_on_device():
                     torch.testing.assert_close(step(found, tokens, place), expected)
             else:
                 torch.testing.assert_close(step(found, tokens, place), expected)
@@ -179,6 +179,22 @@ def test_what_would_go_wrong_in_silence_is_refused(model, captures, monkeypatch)
     graph.prefill(prompt_of(1, 4))
     with pytest.raises(ValueError, match="InPlaceCache holds 1 sequences, got keys of 3"):
         cache.update(*torch.zeros(2, 3, 2, 1, 16), 0)
+    cache.reset()
+    found = {"input_ids": prompt_of(1, 2), decoding_graph.cache_argument(model): cache}
+    with cache.step_on_device():
+        model(**found)
+        with pytest.raises(ValueError, match="must hold one step of the model, got two"):
+            model(**found)
+    cache.reset()
+    with pytest.raises(ValueError, match="attention_mask must be None"), cache.step_on_device():
+        model(attention_mask=torch.tensor([[0, 1]]), **found)
+    cache.reset()
+    with (
+        pytest.raises(ValueError, match="must not be entered within itself"),
+        cache.step_on_device(),
+        cache.step_on_device(),
+    ):
+        pass
     monkeypatch.setattr(transformers, "_is_captured", lambda keys: True)
-    with pytest.raises(RuntimeError, match="is captured within its lengths_on_device"):
+    with pytest.raises(RuntimeError, match="is captured within its step_on_device"):
         cache.update(*torch.zeros(2, 1, 2, 1, 16), 0)

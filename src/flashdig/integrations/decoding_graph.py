@@ -159,7 +159,7 @@ class DecodingGraph:
         """Everything in here is on the device and at the same address in each step."""
         assert self._tokens is not None
         ours = isinstance(self._cache, InPlaceCache)
-        with self._cache.lengths_on_device() if ours else contextlib.nullcontext():
+        with self._cache.step_on_device() if ours else contextlib.nullcontext():
             logits = self._model(
                 input_ids=self._token,
                 position_ids=self._positions,

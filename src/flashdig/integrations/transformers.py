@@ -108,11 +108,11 @@ class InPlaceLayer(CacheLayerMixin):  # type: ignore[misc]
 
     is_sliding = False
 
-    def __init__(self, shared: _Shared, last: bool) -> None:
+    def __init__(self, shared: _Shared) -> None:
         super().__init__()
         self._shared = shared
-        self._last = last
         self._length = 0
+        self._device_step = 0
         self._waits = False
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -145,7 +145,7 @@ class InPlaceLayer(CacheLayerMixin):  # type: ignore[misc]
             self._shared.check_room(self._length, key_states.shape[2])
             if _is_captured(key_states):
                 raise RuntimeError(
-                    "a step of InPlaceCache is captured within its lengths_on_device(): the graph "
+                    "a step of InPlaceCache is captured within its step_on_device(): the graph "
                     "would hold the host's length and append to the same place in each replay"
                 )
         setattr(key_states, _LAYER, self)
@@ -166,9 +166,13 @@ class InPlaceLayer(CacheLayerMixin):  # type: ignore[misc]
         if shared.on_device:
             if mask is not None:
                 raise ValueError(
-                    "attention_mask must be None within lengths_on_device(), which knows the "
+                    "attention_mask must be None within step_on_device(), which knows the "
                     "prompt's padding"
                 )
+            if self._device_step == shared.device_steps:
+                raise ValueError("step_on_device() must hold one step of the model, got two")
+            self._device_step = shared.device_steps
+            shared.appended = k.shape[1]
             lengths, leftpad = shared.lengths, shared.leftpad if shared.padded else None
         else:
             self._length += k.shape[1]
@@ -191,8 +195,6 @@ class InPlaceLayer(CacheLayerMixin):  # type: ignore[misc]
             cache_leftpad=leftpad,
             **options,
         )
-        if shared.on_device and self._last:
-            shared.lengths.add_(k.shape[1])
         assert isinstance(out, torch.Tensor)
         return out
 
@@ -226,12 +228,15 @@ class _Shared:
     Attributes:
         lengths: (batch,) int32 keys before this step's.
         leftpad: (batch,) int32 keys at the start that are padding; counts where `padded`.
-        on_device: steps read and advance `lengths`, which the host does not know then.
+        on_device: a step reads and advances `lengths`, which the host does not know then.
+        device_steps: how many of these there have been; appended: keys of the last.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.on_device = False
+        self.device_steps = 0
+        self.appended = 0
         self.padded = False
         self.lengths: torch.Tensor
         self.leftpad: torch.Tensor
@@ -259,8 +264,22 @@ class _Shared:
             self._known = length
         return self.lengths
 
-    def forget(self) -> None:
-        """The device is about to change `lengths`, or has."""
+    @contextlib.contextmanager
+    def device_step(self) -> Iterator[None]:
+        if self.on_device:
+            raise ValueError("step_on_device() must not be entered within itself")
+        self.on_device, self.appended = True, 0
+        self.device_steps += 1
+        try:
+            yield
+            if self.appended:
+                self.lengths.add_(self.appended)
+        finally:
+            self.on_device, self._known = False, -1
+
+    def set(self, length: int) -> None:
+        """`lengths`, all of them, for steps on the device."""
+        self.lengths.fill_(length)
         self._known = -1
 
     def pad(self, mask: torch.Tensor | None, first: bool) -> None:
@@ -282,8 +301,8 @@ class InPlaceCache(Cache):  # type: ignore[misc]
     `DynamicCache` torch.cat copies all keys of every layer in each step.
 
     Lengths are counted on the host. A step that is captured as a CUDA graph takes them from the
-    device, where it advances them too: capture it within `lengths_on_device`, call `advance` before
-    it is replayed. `flashdig.integrations.decoding_graph.DecodingGraph` does both.
+    device, where it advances them too: capture it within `step_on_device`, call `advance` before it
+    is replayed. `flashdig.integrations.decoding_graph.DecodingGraph` does both.
 
     Args:
         config: of the model, for the number of its layers.
@@ -297,28 +316,20 @@ class InPlaceCache(Cache):  # type: ignore[misc]
             raise ValueError(f"max_cache_len must be >= 1, got {max_cache_len}")
         self._shared = _Shared(max_cache_len)
         count = config.get_text_config(decoder=True).num_hidden_layers
-        layers = [InPlaceLayer(self._shared, last=i == count - 1) for i in range(count)]
-        super().__init__(layers=layers)
+        super().__init__(layers=[InPlaceLayer(self._shared) for _ in range(count)])
 
-    @contextlib.contextmanager
-    def lengths_on_device(self) -> Iterator[None]:
-        """Steps in here find on the device how many keys there are, and count theirs there.
+    def step_on_device(self) -> contextlib.AbstractContextManager[None]:
+        """A step in here finds on the device how many keys there are, and counts its own there.
 
         The host's lengths stand still, so `advance` comes first; without it keys that have no room
         are dropped and nobody is told. The prompt's padding goes on, so the attention_mask of a
-        step is None.
+        step is None. ValueError where it is not, or for a second step.
         """
-        before = self._shared.on_device
-        self._shared.on_device = True
-        try:
-            yield
-        finally:
-            self._shared.on_device = before
-            self._shared.forget()
+        return self._shared.device_step()
 
     def advance(self, tokens: int) -> None:
-        """Make the device's lengths the host's, and count `tokens` keys that steps whose lengths
-        are on the device are about to append: eager ones or replays, one after another.
+        """Make the device's lengths the host's, and count on the host the `tokens` keys that steps
+        on the device, eager ones or replays, are about to append.
 
         Raises ValueError where max_cache_len has no room for them, or before there is a prompt.
         """
@@ -328,8 +339,6 @@ class InPlaceCache(Cache):  # type: ignore[misc]
         if length == 0:
             raise ValueError("advance needs the keys of a prompt in the cache, which is empty")
         self._shared.check_room(length, tokens)
-        self._shared.forget()
-        self._shared.filled(length)
-        self._shared.forget()
+        self._shared.set(length)
         for layer in self.layers:
             layer.advance(tokens)
