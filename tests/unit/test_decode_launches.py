@@ -1,11 +1,19 @@
 """Which kernels a call over a cache launches, and in which order they may start; nothing runs."""
 
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 
+from flashdig.kernels.hopper import cache_launch
 from flashdig.kernels.triton.decode_launch import CachePlan, prepared, schedule_of
 
 I32 = torch.int32
+ROOT = Path(__file__).parents[2]
 
 
 def meta(*shape, dtype=torch.bfloat16):
@@ -43,8 +51,20 @@ def launches_of(call, arch="sm_90", **options):
     return found
 
 
-def test_decoding_beside_a_chunk_is_launched_apart() -> None:
+def test_chunks_go_to_the_hopper_forward() -> None:
     assert launches_of(prepared_call([1] * 32 + [512])) == [
+        ("list", "waits", False),
+        ("plan", "overlaps", True),
+        ("listed", "waits", True),
+        ("ragged", "overlaps", True),
+        ("join ragged", "last", True),
+    ]
+    assert launches_of(prepared_call([512])) == [("list", "waits", False), ("listed", "last", True)]
+
+
+def test_decoding_beside_a_chunk_is_launched_apart() -> None:
+    """Pages that TMA does not take in whole pieces."""
+    assert launches_of(prepared_call([1] * 32 + [512], page=4)) == [
         ("plan chunks", "waits", False),
         ("plan", "overlaps", True),
         ("chunks", "waits", True),
@@ -72,15 +92,20 @@ def test_older_chips_run_one_launch_after_another(arch) -> None:
     ],
 )
 def test_other_packed_calls_have_one_kind_of_tile(queries, options) -> None:
-    kinds = [kind for kind, _, _ in launches_of(prepared_call(queries, **options))]
-    assert "chunks" not in kinds
+    for page in (4, 16):
+        call = prepared_call(queries, page=page, **options)
+        kinds = {kind for kind, _, _ in launches_of(call)}
+        assert not kinds & {"chunks", "plan chunks"}
+        assert "listed" not in kinds or (page == 16 and queries == [512])
 
 
 def test_what_follows_in_the_stream_sees_everything_written() -> None:
     """The first launch starts as any other would, every later one waits for the one ahead, and the
     last one lets nobody start early."""
-    for queries, splits in ((1, 2), (8, 0), ([1] * 32 + [512], 0)):
-        (_, first, early), *rest = launches_of(prepared_call(queries), num_splits=splits)
+    mixed = [1] * 32 + [512]
+    for queries, page, splits in ((1, 16, 2), (8, 16, 0), (mixed, 4, 0), (mixed, 16, 0)):
+        call = prepared_call(queries, page=page)
+        (_, first, early), *rest = launches_of(call, num_splits=splits)
         assert rest
         assert not early
         assert first == "waits"
@@ -90,3 +115,68 @@ def test_what_follows_in_the_stream_sees_everything_written() -> None:
 
 def test_a_call_without_parts_is_one_launch() -> None:
     assert launches_of(prepared_call(8), num_splits=1) == [("even", "none", False)]
+
+
+def served(**changes):
+    """The tile of a chunk of 512 tokens in pages of 16; None where another kernel takes it."""
+    call = replace(prepared_call([1] * 32 + [512], **changes.pop("made", {})), **changes)
+    dtype = call.q.dtype
+    return cache_launch.choose_tile(call, dtype, 512, 1, beside=True)
+
+
+def test_what_the_hopper_forward_does_not_serve_over_a_cache() -> None:
+    assert served().group == 1  # 192 rows hold 48 tokens of four heads: hardly fewer tiles
+    assert served(made={"page": 8}) is not None
+    assert served(made={"page": 0}) is not None
+    assert served(made={"page": 4}) is None
+    assert served(made={"page": 19}) is None
+    assert served(made={"dtype": torch.float32}) is None
+    assert served(made={"head_dim": 20}) is None  # rows of 40 bytes
+    assert served(cache_leftpad=meta(33, dtype=I32)) is None
+    assert served(softmax_scale=-1.0) is None
+    assert served(k=meta(33 * 64, 16, 8, 128, dtype=torch.float8_e4m3fn)) is None
+    apart = meta(33 * 64, 17, 8, 128)[:, :16]  # from page to page 17 keys
+    assert served(k=apart, v=apart) is not None
+    assert served(k=apart) is None  # keys and values lie differently
+    odd = torch.empty_strided(
+        (2112, 16, 8, 128), (16 * 1024 + 8, 1024, 128, 1), dtype=torch.bfloat16, device="meta"
+    )
+    assert served(k=odd, v=odd) is None
+    call = prepared_call([1] * 32 + [512])
+    assert cache_launch.choose_tile(call, torch.float32, 512, 1, beside=True) is None
+    assert cache_launch.choose_tile(call, torch.bfloat16, 200, 1, beside=False) is None  # too few
+
+
+def test_tiles_of_listed_sequences_fill_whole_rounds() -> None:
+    """Of an H200's 132 multiprocessors: 128 tiles of 128 rows are one round, 88 of 192 rows as
+    well; of 8192 tokens the taller tile needs fewer."""
+    call = prepared_call([8192])
+
+    def consumers(tokens, beside=False):
+        return cache_launch.choose_tile(
+            call, torch.bfloat16, tokens, 1, beside=beside
+        ).tile.consumers
+
+    assert [consumers(n) for n in (512, 2048, 8192)] == [2, 2, 3]
+    assert consumers(512, beside=True) == 3  # the others decode meanwhile
+
+
+def test_few_tokens_share_tiles_with_all_heads_of_their_keys() -> None:
+    call = prepared_call([40] * 16)
+    chosen = cache_launch.choose_tile(call, torch.bfloat16, 40, 16, beside=False)
+    assert chosen.group == 4
+    assert cache_launch.slots(call, chosen) == 640 * 4 // chosen.block_m + 16
+    assert cache_launch.choose_tile(call, torch.bfloat16, 40, 2, beside=False) is None
+
+
+def test_the_list_has_every_tile_of_long_sequences_once() -> None:
+    """Under Triton's interpreter, in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.interpreted_tile_list"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr

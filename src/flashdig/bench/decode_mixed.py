@@ -1,4 +1,5 @@
-"""Steps of a server: sequences that decode beside one that is still being read, in one call.
+"""Steps of a server: sequences that decode beside one that is still being read, in one call; or the
+latter alone.
 
     python -m flashdig.bench.decode_mixed --output benchmarks/results/nvidia-h200/decode-mixed.json
 
@@ -59,7 +60,10 @@ class MixedCell:
         return [*(int(n) for n in drawn.clamp(64, CAPACITY)), read]
 
 
-CELLS = (MixedCell(32, 512), MixedCell(128, 512), MixedCell(32, 2048))
+CELLS = (
+    *(MixedCell(32, 512), MixedCell(128, 512), MixedCell(32, 2048)),
+    *(MixedCell(0, 512), MixedCell(0, 2048), MixedCell(0, 8192)),
+)
 PEERS = ("fa3", "fa4")
 
 
@@ -95,7 +99,7 @@ class Step:
         from flashdig.bench.gate import float64_reference
 
         offsets = self.cu_seqlens_q.tolist()
-        for b in (0, 1, self.batch - 1):
+        for b in sorted({0, min(1, self.batch - 1), self.batch - 1}):
             rows = slice(offsets[b], offsets[b + 1])
             pages = self.page_table[b].long()
             k, v = (x[pages].flatten(0, 1)[: lengths[b]].transpose(0, 1) for x in (self.k, self.v))

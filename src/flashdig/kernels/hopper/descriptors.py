@@ -16,6 +16,7 @@ BLOCKS = {64: (64, 0), 96: (64, 32), 128: (128, 0), 192: (128, 64), 256: (256, 0
 TURN = 1 << 30
 _UNBOUNDED = 0x7FFF0000
 _ALIGNMENT = 16  # bytes, of addresses and strides
+_SWIZZLED = 128  # bytes of a row that shared memory keeps together
 _DTYPES = {
     torch.float16: gl.float16,
     torch.bfloat16: gl.bfloat16,
@@ -42,12 +43,17 @@ def fits_into(head_dim: int, other: int) -> bool:
 
 def taken_by_tma(x: torch.Tensor) -> torch.Tensor:
     """x, or a copy of it where its address or strides are none that TMA takes."""
+    if strides_fit(x) and x.data_ptr() % _ALIGNMENT == 0:
+        return x
+    return x.contiguous() if not x.is_contiguous() else x.clone()
+
+
+def strides_fit(x: torch.Tensor) -> bool:
+    """Whether TMA takes the strides of x."""
     unit = _ALIGNMENT // x.element_size()
     strides = [s for s, n in zip(x.stride()[:-1], x.shape[:-1], strict=True) if n > 1]
     fits = all(s % unit == 0 and 0 <= s < 2**40 // x.element_size() for s in strides)
-    if fits and x.stride(-1) == 1 and x.data_ptr() % _ALIGNMENT == 0:
-        return x
-    return x.contiguous() if not x.is_contiguous() else x.clone()
+    return fits and x.stride(-1) == 1
 
 
 def tiles_of(
@@ -76,6 +82,42 @@ def tiles_of(
             layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
             made[argument] = Tiles(tuple(shape), tuple(strides), tuple(block), layout)
     return made
+
+
+def cache_tiles_of(name: str, x: torch.Tensor, piece: int, *, paged: bool) -> dict[str, Tiles]:
+    """`tiles_of` a cache (rows or pages, seqlen, heads, head_dim), as packed rows.
+
+    Args:
+        piece: keys that are copied at once. A piece of a page is as wide as shared memory keeps
+            together, so that a tile of several pieces is laid out as one that came at once.
+
+    Raises ValueError for a cache of more than 2**31 rows.
+    """
+    of_row, of_head = _strides(x)[1:3]
+    rows = rows_between(x)
+    if x.shape[0] * rows >= _UNBOUNDED:
+        raise ValueError(f"a cache may have less than 2**31 rows here, got {x.shape[0] * rows}")
+    turn = 2**34 - of_row
+    shape = [_UNBOUNDED, _UNBOUNDED, x.shape[2], TURN, x.shape[3]]
+    strides = [turn, of_row, of_head, of_row, 1]
+    dtype = _DTYPES[x.dtype]
+    made = {}
+    names = (name, f"{name}_rest")
+    for argument, width in zip(names, BLOCKS[padded(x.shape[-1])], strict=True):
+        if width:
+            together = min(width, _SWIZZLED // x.element_size()) if paged else width
+            block = (1, 1, 1, piece, together)
+            layout = gl.NVMMASharedLayout.get_default_for(list(block), dtype)
+            made[argument] = Tiles(tuple(shape), tuple(strides), block, layout)
+    return made
+
+
+def rows_between(cache: torch.Tensor) -> int:
+    """From one row or page of a cache to the next, in keys; 0 where that is no whole number."""
+    of_first, of_row = cache.stride()[:2]
+    if cache.shape[1] == 1:
+        of_row = _strides(cache)[1]
+    return of_first // of_row if of_row > 0 and of_first % of_row == 0 else 0
 
 
 def values_by_column(

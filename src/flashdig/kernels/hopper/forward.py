@@ -28,13 +28,10 @@ from flashdig.kernels.gluon_api import (
 from flashdig.kernels.hopper.columns import (
     blocks_of,
     finished_output,
-    leave_out_blocks,
-    load_blocks,
     new_block_ring,
     new_block_ring_beside,
     new_output,
     new_tiles,
-    put_blocks,
     release_blocks,
     scaled,
     start_output,
@@ -45,104 +42,27 @@ from flashdig.kernels.hopper.columns import (
     tile_at,
     to_shared,
 )
+from flashdig.kernels.hopper.forward_producer import ROWS, produce
 from flashdig.kernels.hopper.problem import (
     LOG2_E,
-    Problem,
     Terms,
     final_scores,
-    key_tiles,
     masked,
+    problem_of,
 )
-from flashdig.kernels.hopper.rows import Rows
+from flashdig.kernels.hopper.rows import rows_of_queries
 from flashdig.kernels.hopper.schedule import (
     NO_TILE,
     Sizes,
-    clear_counter,
     new_mail,
-    next_program,
-    place_of,
     receive,
-    send,
-    send_end,
 )
 from flashdig.kernels.hopper.softmax import first_softmax
 from flashdig.kernels.hopper.turns import give_first_turn
 from flashdig.kernels.hopper.walk import pass_by, settled, span_of, walk
+from flashdig.kernels.triton.launch_order import begin_after
 
 LN_2 = gl.constexpr(0.6931471805599453)
-ROWS = gl.constexpr(64)  # of a warpgroup's tile
-
-
-@gluon.jit
-def problem_of(sizes, place, terms, slopes_ptr):
-    ALIBI: gl.constexpr = slopes_ptr is not None
-    slope = terms.score_factor * 0.0
-    if ALIBI:
-        slope = gl.load(slopes_ptr + place.batch * terms.slopes_stride + place.head)
-    return Problem(
-        place.seqlen_q, place.seqlen_k, place.offset, sizes.left, sizes.right,
-        terms.score_factor, terms.exp_factor, terms.softcap, slope,
-        sizes.LEFT, sizes.RIGHT, terms.SOFTCAP, ALIBI,
-    )  # fmt: skip
-
-
-@gluon.jit
-def rows_of_queries(place, sizes):
-    return Rows(place.batch, place.head, place.first_q, place.seqlen_q, sizes.PACKED, sizes.GROUP)
-
-
-@gluon.jit
-def _produce(
-    q_descs, k_descs, v_descs, q_tiles, q_full, q_empty, keys, values, mail, sizes, terms,
-    lengths, counter_ptr, tiles, CONSUMERS: gl.constexpr, JOINT: gl.constexpr,
-):  # fmt: skip
-    Q_BUFFERS: gl.constexpr = q_tiles[0].shape[0] // CONSUMERS
-    GROUP: gl.constexpr = sizes.GROUP
-    BLOCK_M: gl.constexpr = ROWS * CONSUMERS
-    BLOCK_N: gl.constexpr = keys.tiles[0].shape[1]
-    program = gl.program_id(0)
-    count = 0  # tiles of queries so far
-    done = 0  # tiles of keys so far
-    while program < tiles:
-        following = program
-        place = place_of(sizes, program, lengths, BLOCK_M)
-        if place.start_m < place.seqlen_q * GROUP:
-            send(mail, count, place, sizes.PACKED)
-            problem = problem_of(sizes, place, terms, None)
-            first, _, _, end = key_tiles(problem, place.start_m // GROUP, BLOCK_M // GROUP, BLOCK_N)
-            head_kv = place.head if GROUP > 1 else place.head // terms.group_size
-            query_rows = rows_of_queries(place, sizes)
-            key_rows = Rows(place.batch, head_kv, place.first_k, place.seqlen_k, sizes.PACKED, 1)
-            # the first keys find room before the queries do
-            put_blocks(keys, done, k_descs, key_rows, (end - 1) * BLOCK_N)
-            for c in gl.static_range(CONSUMERS):
-                buffer = c * Q_BUFFERS + count % Q_BUFFERS
-                mbarrier.wait(q_empty.index(buffer), ((count // Q_BUFFERS) & 1) ^ 1)
-                row = place.start_m + c * ROWS
-                load_blocks(
-                    q_descs, query_rows, row, q_full.index(buffer), tile_at(q_tiles, buffer)
-                )
-            steps = end - first
-            for step in range(steps):
-                # claimed late: a block that took its next tile while it walks a long one would
-                # keep it from those that have nothing left
-                if step == steps - 1:
-                    following = next_program(counter_ptr)
-                start_n = (end - 1 - step) * BLOCK_N
-                if step > 0:
-                    put_blocks(keys, done + step, k_descs, key_rows, start_n)
-                if JOINT and step == 0:  # no values are multiplied in it
-                    leave_out_blocks(values, done)
-                put_blocks(values, done + step + JOINT, v_descs, key_rows, start_n)
-            if JOINT:
-                leave_out_blocks(keys, done + steps)
-            count += 1
-            done += steps + JOINT
-        else:
-            following = next_program(counter_ptr)
-        program = following
-    send_end(mail, count, sizes)
-    clear_counter(counter_ptr)
 
 
 @gluon.jit
@@ -352,6 +272,8 @@ def kernel_name(specialization):
     parts.append("window" if c["LEFT"] else "causal" if c["RIGHT"] else "full")
     for there, word in (
         (c["PACKED"], "varlen"),
+        (c["PAGE_SIZE"] > 0, "paged"),
+        (c["LISTED"] and c["PAGE_SIZE"] == 0, "cache"),
         (c["GROUP"] > 1, "grouped"),
         (c["SOFTCAP"], "softcap"),
         (specialization.signature["slopes_ptr"] != "constexpr", "alibi"),
@@ -377,6 +299,9 @@ def kernel_name(specialization):
         "exp_factor",
         "softcap",
         "stride_slopes_b",
+        "stride_table",
+        "num_pages",
+        "page_rows",
         "tiles",
     ],
 )
@@ -396,6 +321,7 @@ def flashdig_hopper_forward(
     cu_seqlens_k_ptr,
     seqused_q_ptr,
     seqused_k_ptr,
+    table_ptr,
     counter_ptr,
     batch_size,
     num_heads,
@@ -409,6 +335,9 @@ def flashdig_hopper_forward(
     exp_factor,
     softcap,
     stride_slopes_b,
+    stride_table,
+    num_pages,
+    page_rows,
     tiles,
     HEAD_DIM: gl.constexpr,
     HEAD_DIM_V: gl.constexpr,
@@ -428,7 +357,12 @@ def flashdig_hopper_forward(
     LEFT: gl.constexpr,
     RIGHT: gl.constexpr,
     SOFTCAP: gl.constexpr,
+    LISTED: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+    ORDER: gl.constexpr,
 ):
+    """ORDER: see `launch_order`."""
+    begin_after(ORDER)
     q_descs = blocks_of(q_desc, q_desc_rest)
     k_descs = blocks_of(k_desc, k_desc_rest)
     v_descs = blocks_of(v_desc, v_desc_rest)
@@ -442,16 +376,17 @@ def flashdig_hopper_forward(
     for n in gl.static_range(CONSUMERS * Q_BUFFERS):
         mbarrier.init(q_full.index(n), count=1)
         mbarrier.init(q_empty.index(n), count=1)
-    keys = new_block_ring(k_descs, BLOCK_N, STAGES, CONSUMERS)
+    # as wide as Q and O: a descriptor of pages copies fewer columns
+    keys = new_block_ring(q_descs, BLOCK_N, STAGES, CONSUMERS)
     if JOINT:
-        values = new_block_ring_beside(v_descs, BLOCK_N, keys)
+        values = new_block_ring_beside(out_descs, BLOCK_N, keys)
     else:
-        values = new_block_ring(v_descs, BLOCK_N, VALUE_STAGES, CONSUMERS)
+        values = new_block_ring(out_descs, BLOCK_N, VALUE_STAGES, CONSUMERS)
     mail = new_mail(CONSUMERS)
     fence_async_shared()
     sizes = Sizes(
         batch_size, num_heads, seqlen_q, seqlen_k, heads_together, left, right,
-        PACKED, GROUP, TOP_LEFT, LEFT, RIGHT,
+        PACKED, GROUP, TOP_LEFT, LEFT, RIGHT, LISTED, PAGE_SIZE,
     )  # fmt: skip
     terms = Terms(score_factor, exp_factor, softcap, group_size, stride_slopes_b, SOFTCAP)
 
@@ -465,9 +400,10 @@ def flashdig_hopper_forward(
             (_consume, (out_descs, lse_ptr, slopes_ptr, sinks_ptr, q_tiles, out_tiles, q_full,
                         q_empty, keys, values, mail, sizes, terms, 1, CONSUMERS, OWN_OUTPUT,
                         TAKE_TURNS, OWN_WALK, JOINT)),
-            (_produce, (q_descs, k_descs, v_descs, q_tiles, q_full, q_empty, keys, values, mail,
-                        sizes, terms, (cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_q_ptr,
-                        seqused_k_ptr), counter_ptr, tiles, CONSUMERS, JOINT)),
+            (produce, (q_descs, k_descs, v_descs, q_tiles, q_full, q_empty, keys, values, mail,
+                       sizes, terms, (cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_q_ptr,
+                       seqused_k_ptr), (table_ptr, stride_table, num_pages, page_rows), counter_ptr,
+                       tiles, CONSUMERS, JOINT)),
         ], [4, 1], [REGISTERS, 24])
     else:
         gl.warp_specialize([
@@ -480,8 +416,9 @@ def flashdig_hopper_forward(
             (_consume, (out_descs, lse_ptr, slopes_ptr, sinks_ptr, q_tiles, out_tiles, q_full,
                         q_empty, keys, values, mail, sizes, terms, 2, CONSUMERS, OWN_OUTPUT,
                         TAKE_TURNS, OWN_WALK, JOINT)),
-            (_produce, (q_descs, k_descs, v_descs, q_tiles, q_full, q_empty, keys, values, mail,
-                        sizes, terms, (cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_q_ptr,
-                        seqused_k_ptr), counter_ptr, tiles, CONSUMERS, JOINT)),
+            (produce, (q_descs, k_descs, v_descs, q_tiles, q_full, q_empty, keys, values, mail,
+                       sizes, terms, (cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_q_ptr,
+                       seqused_k_ptr), (table_ptr, stride_table, num_pages, page_rows), counter_ptr,
+                       tiles, CONSUMERS, JOINT)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])
     # fmt: on

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -19,6 +19,9 @@ from flashdig.kernels.replay import ForwardPlan, Steps
 from flashdig.kernels.triton.arguments import LOG2_E, Call, check_grid, prepared
 from flashdig.kernels.triton.no_keys import without_keys
 from flashdig.kernels.triton.slack import clearing
+
+if TYPE_CHECKING:
+    from flashdig.kernels.triton.decode_arguments import CacheCall
 
 ROWS = 64  # of a consumer warpgroup
 # heads that share keys go into one tile where that leaves less than so many tiles
@@ -64,7 +67,7 @@ def attention_forward(
     """
     if bias is not None or dropout_p > 0.0 or out_dtype not in (None, q.dtype):
         raise ValueError("the Hopper forward takes no bias, no dropout_p and no out_dtype")
-    if not _scale_is_served(softmax_scale, softcap, alibi_slopes):
+    if not scale_is_served(softmax_scale, softcap, alibi_slopes):
         q, softmax_scale = q * float(-(softmax_scale < 0.0)), abs(softmax_scale) or 1.0
     call = prepared(
         taken_by_tma(q),
@@ -97,13 +100,13 @@ def plan_forward(
     """The plan of `attention_forward`'s arguments; see `flashdig.kernels.launch`."""
     call = prepared(*tensors, **numbers)
     moved = any(taken_by_tma(x) is not x for x in (call.q, call.k, call.v))
-    served = _scale_is_served(call.softmax_scale, call.softcap, call.alibi_slopes)
+    served = scale_is_served(call.softmax_scale, call.softcap, call.alibi_slopes)
     if call.empty or call.copies(tensors) or moved or not served:
         return None
     return _ForwardPlan(call, None, None)
 
 
-def _scale_is_served(scale: float, softcap: float, alibi_slopes: torch.Tensor | None) -> bool:
+def scale_is_served(scale: float, softcap: float, alibi_slopes: torch.Tensor | None) -> bool:
     """Without softcap and ALiBi the kernel takes the maximum of unscaled scores."""
     return scale > 0.0 or softcap > 0.0 or alibi_slopes is not None
 
@@ -170,6 +173,7 @@ class _ForwardPlan(ForwardPlan):
             alibi_slopes,
             sinks,
             *lengths,
+            None,
             counter_for(out.device),
         )
         steps.append((self._launch, arguments))
@@ -219,7 +223,7 @@ def tiles_of_queries(call: Call, tile: Tile, group: int) -> int:
 def numbers_of(call: Call, tile: Tile, group: int) -> dict[str, Any]:
     heads = call.num_heads // group
     slopes = call.alibi_slopes
-    score_factor, exp_factor = _factors(call)
+    score_factor, exp_factor = score_factors(call)
     return {
         "batch_size": call.batch,
         "num_heads": heads,
@@ -233,25 +237,38 @@ def numbers_of(call: Call, tile: Tile, group: int) -> dict[str, Any]:
         "exp_factor": exp_factor,
         "softcap": call.softcap,
         "stride_slopes_b": slopes.stride(0) if slopes is not None and slopes.dim() == 2 else 0,
+        "stride_table": 0,
+        "num_pages": 0,
+        "page_rows": 0,
         "tiles": tiles_of_queries(call, tile, group),
-        "HEAD_DIM": call.head_dim,
-        "HEAD_DIM_V": call.head_dim_v,
-        "CONSUMERS": tile.consumers,
-        "BLOCK_N": tile.block_n,
-        "STAGES": tile.stages,
-        "VALUE_STAGES": tile.value_stages or tile.stages,
-        "REGISTERS": tile.registers,
-        "Q_BUFFERS": tile.q_buffers,
-        "OWN_OUTPUT": tile.own_output or not fits_into(call.head_dim_v, call.head_dim),
-        "TAKE_TURNS": tile.turns,
-        "OWN_WALK": tile.own_walk,
-        "JOINT": int(tile.joint),
+        **tile_numbers(tile, call.head_dim, call.head_dim_v),
         "PACKED": call.packed,
         "GROUP": triton.next_power_of_2(group),
         "TOP_LEFT": call.top_left,
         "LEFT": call.window_left >= 0,
         "RIGHT": call.window_right >= 0,
         "SOFTCAP": call.softcap > 0.0,
+        "LISTED": False,
+        "PAGE_SIZE": 0,
+        "ORDER": "none",
+    }
+
+
+def tile_numbers(tile: Tile, head_dim: int, head_dim_v: int) -> dict[str, Any]:
+    """What the kernel takes of its tile."""
+    return {
+        "HEAD_DIM": head_dim,
+        "HEAD_DIM_V": head_dim_v,
+        "CONSUMERS": tile.consumers,
+        "BLOCK_N": tile.block_n,
+        "STAGES": tile.stages,
+        "VALUE_STAGES": tile.value_stages or tile.stages,
+        "REGISTERS": tile.registers,
+        "Q_BUFFERS": tile.q_buffers,
+        "OWN_OUTPUT": tile.own_output or not fits_into(head_dim_v, head_dim),
+        "TAKE_TURNS": tile.turns,
+        "OWN_WALK": tile.own_walk,
+        "JOINT": int(tile.joint),
     }
 
 
@@ -270,7 +287,7 @@ def _heads_together(call: Call, heads: int) -> int:
     return heads_together(call.batch * heads, head_bytes, causal=causal, packed=call.packed)
 
 
-def _factors(call: Call) -> tuple[float, float]:
+def score_factors(call: Call | CacheCall) -> tuple[float, float]:
     """(score_factor, exp_factor) of `problem.Problem`."""
     if call.softcap > 0.0:
         return call.softmax_scale / call.softcap, LOG2_E

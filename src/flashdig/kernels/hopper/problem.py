@@ -93,6 +93,20 @@ class Problem:
 
 
 @gluon.jit
+def problem_of(sizes, place, terms, slopes_ptr):
+    """Of a `schedule.Place`; the slope of its head where slopes_ptr is one."""
+    ALIBI: gl.constexpr = slopes_ptr is not None
+    slope = terms.score_factor * 0.0
+    if ALIBI:
+        slope = gl.load(slopes_ptr + place.batch * terms.slopes_stride + place.head)
+    return Problem(
+        place.seqlen_q, place.seqlen_k, place.offset, sizes.left, sizes.right,
+        terms.score_factor, terms.exp_factor, terms.softcap, slope,
+        sizes.LEFT, sizes.RIGHT, terms.SOFTCAP, ALIBI,
+    )  # fmt: skip
+
+
+@gluon.jit
 def key_tiles(problem, start_m, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
     """Tile numbers (first, full_first, full_end, end) of the keys of a tile of rows.
 

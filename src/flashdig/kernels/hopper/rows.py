@@ -48,6 +48,12 @@ class Rows:
 
 
 @gluon.jit
+def rows_of_queries(place, sizes):
+    """Of a `schedule.Place`."""
+    return Rows(place.batch, place.head, place.first_q, place.seqlen_q, sizes.PACKED, sizes.GROUP)
+
+
+@gluon.jit
 def _coordinates(rows, row, COLUMN: gl.constexpr):
     """Where a tile from `row` and COLUMN on begins, by the descriptor's dimensions."""
     GROUP: gl.constexpr = rows.GROUP

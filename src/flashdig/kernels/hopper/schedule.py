@@ -7,6 +7,7 @@ consumers through shared memory; they would all repeat the same divisions and se
 from flashdig.kernels.gluon_api import aggregate, gl, gluon, mbarrier
 from flashdig.kernels.hopper.rows import tile_in_sections
 from flashdig.kernels.triton.sequences import rows_of_slot, seen_keys
+from flashdig.kernels.triton.tile_list import LIST_HEAD, TILE_FIELDS
 
 SENT_AHEAD = gl.constexpr(2)
 FIELDS = gl.constexpr(8)
@@ -20,7 +21,8 @@ class Place:
     Attributes:
         start_m: its first row within the sequence, in rows of a tile; NO_TILE where none is left.
         first_q, seqlen_q: the sequence's rows.
-        first_k, seqlen_k: the keys that some query of the sequence sees.
+        first_k, seqlen_k: the keys that some query of the sequence sees; of a LISTED tile all keys
+            up to the last of these.
         offset: key, counted from first_k, that lies on the diagonal of query row 0.
     """
 
@@ -53,6 +55,8 @@ class Sizes:
         seqlen_q, seqlen_k: of every sequence, or the totals of packed input.
         heads_together: heads whose keys share the L2 cache.
         GROUP: rows of a tile that belong to one query.
+        LISTED: the device made a list of the tiles (`tile_list`), whose keys lie in a cache.
+        PAGE_SIZE: of the cache; 0 where it has a row for each sequence.
     """
 
     batch_size: gl.tensor
@@ -67,6 +71,8 @@ class Sizes:
     TOP_LEFT: gl.constexpr
     LEFT: gl.constexpr
     RIGHT: gl.constexpr
+    LISTED: gl.constexpr
+    PAGE_SIZE: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
@@ -83,6 +89,8 @@ class Sizes:
         TOP_LEFT,
         LEFT,
         RIGHT,
+        LISTED=False,
+        PAGE_SIZE=0,
     ):
         self.batch_size = batch_size
         self.num_heads = num_heads
@@ -96,6 +104,8 @@ class Sizes:
         self.TOP_LEFT = gl.constexpr(TOP_LEFT)
         self.LEFT = gl.constexpr(LEFT)
         self.RIGHT = gl.constexpr(RIGHT)
+        self.LISTED = gl.constexpr(LISTED)
+        self.PAGE_SIZE = gl.constexpr(PAGE_SIZE)
 
 
 @aggregate
@@ -139,14 +149,14 @@ def _read(mail, slot, FIELD: gl.constexpr):
 
 
 @gluon.jit
-def send(mail, count, place, PACKED: gl.constexpr):
-    """Producer: place number `count`; dense input has the same sequence everywhere."""
+def send(mail, count, place, RAGGED: gl.constexpr):
+    """Producer: place number `count`. RAGGED: sequences differ in length."""
     slot = count % SENT_AHEAD
     mbarrier.wait(mail.empty.index(slot), ((count // SENT_AHEAD) & 1) ^ 1)
     _write(mail, slot, 0, place.batch)
     _write(mail, slot, 1, place.head)
     _write(mail, slot, 2, place.start_m)
-    if PACKED:
+    if RAGGED:
         _write(mail, slot, 3, place.first_q)
         _write(mail, slot, 4, place.seqlen_q)
         _write(mail, slot, 5, place.first_k)
@@ -160,7 +170,7 @@ def send_end(mail, count, sizes):
     """Producer: no tile is left."""
     zero = count * 0
     end = Place(zero, zero, zero + NO_TILE, zero, zero, zero, zero, zero)
-    send(mail, count, end, sizes.PACKED)
+    send(mail, count, end, sizes.PACKED or sizes.LISTED)
 
 
 @gluon.jit
@@ -171,7 +181,7 @@ def receive(mail, count, sizes):
     batch = _read(mail, slot, 0)
     head = _read(mail, slot, 1)
     start_m = _read(mail, slot, 2)
-    if sizes.PACKED:
+    if sizes.PACKED or sizes.LISTED:
         first_q = _read(mail, slot, 3)
         seqlen_q = _read(mail, slot, 4)
         first_k = _read(mail, slot, 5)
@@ -195,6 +205,22 @@ def _keys_of(sizes, seqlen_q, seqlen_k):
         seqlen_q, seqlen_k, offset, sizes.left, sizes.right, sizes.LEFT, sizes.RIGHT
     )
     return offset * 0 + begin, end - begin, offset - begin
+
+
+@gluon.jit
+def listed_place(sizes, program, list_ptr):
+    """Producer: where number `program` of the listed tiles lies, each once for every head."""
+    fields_ptr = list_ptr + (LIST_HEAD + program // sizes.num_heads * TILE_FIELDS)
+    seqlen_q = gl.load(fields_ptr + 3)
+    seqlen_k = gl.load(fields_ptr + 4)
+    offset = seqlen_k - seqlen_q
+    if sizes.TOP_LEFT:
+        offset = offset * 0
+    _, end = seen_keys(seqlen_q, seqlen_k, offset, sizes.left, sizes.right, sizes.LEFT, sizes.RIGHT)
+    return Place(
+        gl.load(fields_ptr), program % sizes.num_heads, gl.load(fields_ptr + 1),
+        gl.load(fields_ptr + 2), seqlen_q, gl.load(fields_ptr + 5), offset * 0 + end, offset,
+    )  # fmt: skip
 
 
 @gluon.jit

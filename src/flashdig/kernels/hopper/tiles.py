@@ -84,22 +84,30 @@ def tile_of(
     softcap: bool = False,
     alibi: bool = False,
 ) -> Tile:
-    """The tile of a pair of widths, of at most 256 each, for so many query rows of a sequence.
+    """The tile of a pair of widths, of at most 256 each, for so many query rows of a sequence."""
+    return next(
+        tile
+        for begin, tile in _steps(head_dim, head_dim_v, causal, softcap, alibi)
+        if rows >= begin
+    )
 
-    With ALiBi, and with softcap at head_dim 64, three consumers have too few registers.
-    """
+
+def tiles_for(
+    head_dim: int, head_dim_v: int, *, causal: bool, softcap: bool, alibi: bool
+) -> list[Tile]:
+    """All that `tile_of` may choose from, those for most rows first."""
+    steps = _steps(head_dim, head_dim_v, causal, softcap, alibi)
+    return list(dict.fromkeys(tile for _, tile in steps))
+
+
+def _steps(
+    head_dim: int, head_dim_v: int, causal: bool, softcap: bool, alibi: bool
+) -> list[tuple[int, Tile]]:
+    """With ALiBi, and with softcap at head_dim 64, three consumers have too few registers."""
     widths = padded(head_dim), padded(head_dim_v)
-    if widths not in TILES:
-        wider = (max(widths), max(widths))
-        tile = _tile_of(wider, rows, causal, softcap, alibi)
-        # the output may need memory of its own
-        return replace(tile, value_stages=0)
-    return _tile_of(widths, rows, causal, softcap, alibi)
-
-
-def _tile_of(widths: tuple[int, int], rows: int, causal: bool, softcap: bool, alibi: bool) -> Tile:
-    two_only = alibi or (softcap and widths == (64, 64))
-    for begin, tile in TILES[widths][causal]:
-        if rows >= begin and not (two_only and tile.consumers > 2):
-            return tile
-    raise AssertionError(f"no tile for {widths}")
+    known = widths if widths in TILES else (max(widths), max(widths))
+    two_only = alibi or (softcap and known == (64, 64))
+    found = [s for s in TILES[known][causal] if not (two_only and s[1].consumers > 2)]
+    if known != widths:  # the output may need memory of its own
+        found = [(begin, replace(tile, value_stages=0)) for begin, tile in found]
+    return found

@@ -156,7 +156,8 @@ def plan_cache_operator(
     if call.empty or call.copies(attended):
         return None
     append = rotate = None
-    schedule = schedule_of(call, num_splits, batch_invariant)
+    dtype = out_dtype or (torch.bfloat16 if q.element_size() == 1 else q.dtype)
+    schedule = schedule_of(call, num_splits, batch_invariant, out_dtype=dtype)
     if k is not None:
         settings = {"capacity": call.capacity, "interleaved": rotary_interleaved}
         follows = schedule.ordered and not call.packed  # packed: rows are cleared first
@@ -172,6 +173,5 @@ def plan_cache_operator(
             )
         if append is None or (given.rotary_cos is not None and rotate is None):
             return None
-    dtype = out_dtype or (torch.bfloat16 if q.element_size() == 1 else q.dtype)
     attention = CachePlan(call, dtype, schedule)
     return CacheOperatorPlan(attention, append, rotate, q)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -31,12 +31,17 @@ from flashdig.kernels.triton.decode_choose import (
 from flashdig.kernels.triton.decode_ragged_launch import (
     Launches,
     fits_mixed,
+    fits_short,
+    listed_launches,
     may_be_ragged,
     may_hold_chunks,
     ragged_launches,
 )
 from flashdig.kernels.triton.launch_order import ORDERED
 from flashdig.kernels.triton.slack import clearing
+
+if TYPE_CHECKING:  # Gluon is imported on Hopper alone
+    from flashdig.kernels.hopper.cache_launch import ListedAttention, ListedTile
 
 
 def cache_attention(
@@ -104,7 +109,7 @@ def cache_attention(
     dtype = out_dtype or (torch.bfloat16 if q.element_size() == 1 else q.dtype)
     if call.empty:
         return _without_keys(call, dtype)
-    schedule = schedule_of(call, num_splits, batch_invariant, tile, ragged, arch)
+    schedule = schedule_of(call, num_splits, batch_invariant, tile, ragged, arch, dtype)
     plan = CachePlan(call, dtype, schedule)
     out, lse, *parts = (make() for make in plan.makes)
     for launch, tensors in plan.launches(call.tensors, (out, lse, *parts)):
@@ -138,6 +143,8 @@ class Schedule:
         ordered: launches start early and wait for one another, see `launch_order`.
         follows: an ordered launch comes ahead of the first one.
         chunks: the tile of sequences with many rows, which then are launched apart.
+        listed: the tile of the Hopper forward, to which these then go.
+        short: other sequences than these may be there.
     """
 
     tile: DecodeTile
@@ -147,6 +154,8 @@ class Schedule:
     ordered: bool = False
     chunks: DecodeTile | None = None
     follows: bool = False
+    listed: ListedTile | None = None
+    short: bool = False
 
 
 def schedule_of(
@@ -156,6 +165,7 @@ def schedule_of(
     tile: DecodeTile | None = None,
     ragged: bool | None = None,
     arch: str | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Schedule:
     """The schedule of `cache_attention`'s arguments."""
     chosen = tile is None
@@ -164,26 +174,58 @@ def schedule_of(
         tile = _tile(call, arch, batch_invariant)
     splits = _splits(call, tile, num_splits, batch_invariant)
     free = num_splits == 0 and not batch_invariant
-    if chosen and free and ragged is not False and may_hold_chunks(call):
-        mixed = _mixed_schedule(call, arch)
-        if mixed is not None:
-            return mixed
+    if chosen and free and ragged is not False:
+        apart = _listed_schedule(call, arch, tile, out_dtype or call.q.dtype)
+        if apart is None and may_hold_chunks(call):
+            apart = _mixed_schedule(call, arch)
+        if apart is not None:
+            return apart
     ordered = _ordered(call, arch)
     if ragged is None:
         ragged = free and may_be_ragged(call, tile, splits)
     return Schedule(tile, splits, INVARIANT_SPLIT if batch_invariant else 0, ragged, ordered)
 
 
+def _listed_schedule(
+    call: CacheCall, arch: str, tile: DecodeTile, out_dtype: torch.dtype
+) -> Schedule | None:
+    """Sequences with many rows by the Hopper forward; None where it serves none of them."""
+    if arch != "sm_90":
+        return None
+    short = call.packed and call.batch > 1
+    if short and not may_hold_chunks(call):
+        return None
+    from flashdig.kernels.hopper.cache_launch import choose_tile
+
+    # packed, the host knows of one chunk, if of any
+    tokens = call.seqlen_q - call.batch if short else call.seqlen_q
+    sequences = 1 if call.packed else call.batch
+    listed = choose_tile(call, out_dtype, tokens, sequences, beside=short)
+    if listed is None:
+        return None
+    if short:
+        tile = _low_tile(call, arch)
+        if not fits_short(call, tile):
+            return None
+    return Schedule(tile, 1, 0, True, _ordered(call, arch), None, False, listed, short)
+
+
 def _mixed_schedule(call: CacheCall, arch: str) -> Schedule | None:
     """Sequences that decode and chunks of prompts apart; None where one tile serves both."""
     paged = call.page_table is not None
     chunks = choose_chunk_tile(arch, *_kinds(call), paged=paged)
-    sizes = (call.group_size, call.group_size)
-    tile = choose_decode_tile(arch, *_kinds(call), *sizes, paged=paged, crowded=True, long=True)
+    tile = _low_tile(call, arch)
     if chunks.block_m < 4 * tile.block_m or not fits_mixed(call, tile, chunks):
         return None
     ordered = _ordered(call, arch) and chunks.block_m == 128
     return Schedule(tile, 1, 0, True, ordered, chunks)
+
+
+def _low_tile(call: CacheCall, arch: str) -> DecodeTile:
+    """Of sequences that decode beside chunks of prompts."""
+    sizes = (call.group_size, call.group_size)
+    paged = call.page_table is not None
+    return choose_decode_tile(arch, *_kinds(call), *sizes, paged=paged, crowded=True, long=True)
 
 
 def _ordered(call: CacheCall, arch: str) -> bool:
@@ -233,15 +275,19 @@ class CachePlan:
     """The launches of one kind of call, and what they write: see `flashdig.kernels.replay`. Called
     with the tensors of `cache_attention`, in its order."""
 
-    __slots__ = ("_clear_slack", "_fp8", "_launches", "makes")
+    __slots__ = ("_clear_slack", "_fp8", "_launches", "_listed", "makes")
 
     def __init__(self, call: CacheCall, dtype: torch.dtype, schedule: Schedule) -> None:
         self._fp8 = call.q.element_size() == 1 or call.k.element_size() == 1
         made = [(call.out_shape, dtype), (call.lse_shape, torch.float32)]
         width = block_of(call.v.shape[-1])
+        self._listed: ListedAttention | None = None
         if schedule.ragged:
             numbers = call.numbers(_fp8_hardware(call.q.device))
-            self._launches, sizes = ragged_launches(call, schedule, numbers)
+            if schedule.listed is None:
+                self._launches, sizes = ragged_launches(call, schedule, numbers)
+            else:
+                self._listed, self._launches, sizes = listed_launches(call, schedule, numbers)
             for part_rows, planned in sizes:
                 made += [((part_rows, width), torch.float32), ((part_rows,), torch.float32)]
                 made.append(((planned,), torch.int32))
@@ -249,6 +295,8 @@ class CachePlan:
             self._launches, part_rows = _even_launches(call, schedule)
             if part_rows > 0:
                 made += [((part_rows, width), torch.float32), ((part_rows,), torch.float32)]
+        if self._listed is not None:
+            made.append(((self._listed.count,), torch.int32))
         self.makes = tuple(allocation(*one, call.q.device) for one in made)
         self._clear_slack = None
         if call.packed:  # slack rows belong to no program
@@ -259,9 +307,11 @@ class CachePlan:
         self, tensors: Sequence[torch.Tensor | None], made: Sequence[torch.Tensor]
     ) -> Steps:
         q, k, v, seqlens, cu_k, cu_new, table, batch_idx, leftpad, cu_q, used_q, *rest = tensors
-        out, lse, *planned = (*made, *(None,) * 6)[:8]
+        out, lse, *planned = made
+        listed = planned.pop() if self._listed is not None else None
+        planned = [*planned, *(None,) * 6]
         part, part_lse, plan = planned[:3]
-        chunk_part, chunk_part_lse, chunk_plan = planned[3:]
+        chunk_part, chunk_part_lse, chunk_plan = planned[3:6]
         if self._fp8:
             q, k, v = (x if x is None else as_bytes(x) for x in (q, k, v))
         lengths = (seqlens, cu_k, cu_new, leftpad)
@@ -277,6 +327,9 @@ class CachePlan:
             "chunks": (q, k, v, out, lse, chunk_part, chunk_part_lse, chunk_plan, *read),
             "join chunks": (chunk_part, chunk_part_lse, out, lse, sinks, chunk_plan, cu_q, used_q),
         }
+        if self._listed is not None:
+            assert listed is not None
+            arguments |= self._listed.arguments(tensors, out, lse, listed)
         steps: Steps = []
         if self._clear_slack is not None:
             steps.append((self._clear_slack, (out, lse, cu_q, used_q)))

@@ -25,7 +25,7 @@ CHUNK_TILES = tl.constexpr(4)
 
 
 @triton.jit
-def _tiles_of_slots(
+def tiles_of_slots(
     slot,
     cu_q_ptr,
     used_q_ptr,
@@ -137,7 +137,7 @@ def flashdig_plan_pieces(
     begin_after(ORDER)
     slot = tl.program_id(0)
     all_slots = tl.arange(0, BLOCK_S)
-    sequence, start_row, length_q = _tiles_of_slots(
+    sequence, start_row, length_q = tiles_of_slots(
         tl.minimum(all_slots, slots - 1),
         cu_q_ptr,
         used_q_ptr,

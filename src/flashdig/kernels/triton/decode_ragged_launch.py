@@ -38,6 +38,7 @@ from flashdig.kernels.triton.decode_plan import (
 from flashdig.kernels.triton.decode_ragged import flashdig_combine_ragged, flashdig_decode_ragged
 
 if TYPE_CHECKING:
+    from flashdig.kernels.hopper.cache_launch import ListedAttention
     from flashdig.kernels.triton.decode_launch import Schedule
 
 # `launch_order` of the plan, the attention and the joining; short sequences' come second
@@ -64,7 +65,12 @@ def may_hold_chunks(call: CacheCall) -> bool:
 
 def fits_mixed(call: CacheCall, tile: DecodeTile, chunks: DecodeTile) -> bool:
     """Whether both plans and their parts have room."""
-    return _fits(call, "short", tile, 1) and _fits(call, "long", chunks, 1)
+    return fits_short(call, tile) and _fits(call, "long", chunks, 1)
+
+
+def fits_short(call: CacheCall, tile: DecodeTile) -> bool:
+    """Whether the plan of short sequences and its parts have room."""
+    return _fits(call, "short", tile, 1)
 
 
 def _knows_lengths(call: CacheCall) -> bool:
@@ -106,6 +112,34 @@ def ragged_launches(
     names = ("plan chunks", "plan", "chunks", "ragged", "join chunks", "join ragged")
     both = (launch for pair in zip(long, short, strict=True) for launch in pair)
     return list(zip(names, both, strict=True)), [short_sizes, long_sizes]
+
+
+def listed_launches(
+    call: CacheCall, schedule: Schedule, numbers: Mapping[str, Any]
+) -> tuple[ListedAttention, Launches, list[tuple[int, int]]]:
+    """`ragged_launches` where the Hopper forward takes the sequences with many rows, and what knows
+    its arguments. Only sequences that may be short have a plan."""
+    from flashdig.kernels.hopper.cache_launch import ListedAttention
+
+    assert schedule.listed is not None
+    ordered = schedule.ordered
+    if not schedule.short:
+        orders = ("waits", "last") if ordered else ("none", "none")
+        listed = ListedAttention(call, schedule.listed, 1, orders, schedule.follows)
+        return listed, [("list", listed.listing), ("listed", listed.attending)], []
+    shortest = CHUNK_TILES.value * schedule.tile.block_m // call.group_size + 1
+    orders = ("waits", "waits") if ordered else ("none", "none")
+    listed = ListedAttention(call, schedule.listed, shortest, orders, schedule.follows)
+    short, sizes = _launches(call, "short", schedule.tile, schedule, numbers)
+    plan, attend, join = short
+    launches = [
+        ("list", listed.listing),
+        ("plan", plan),
+        ("listed", listed.attending),
+        ("ragged", attend),
+        ("join ragged", join),
+    ]
+    return listed, launches, [sizes]
 
 
 def _launches(

@@ -24,6 +24,8 @@ from flashdig.readers.kernel_names.symbol import Symbol
 
 _FEATURES = {
     "varlen": "packed",
+    "paged": "keys in pages",
+    "cache": "keys in a cache",
     "grouped": "heads that share keys in one tile",
     "softcap": "softcap",
     "alibi": "ALiBi",
