@@ -40,7 +40,7 @@ Tensors = tuple[torch.Tensor | None, ...]
 
 # keys of a piece of a page, at least: TMA's swizzle repeats after so many rows
 LEAST_PIECE = 8
-# of the multiprocessors, the share that tiles must fill: below it, keys cut into pieces win
+# of the multiprocessors, the share that must have work: below it, keys cut into pieces win
 LEAST_FILL = 0.65
 MAX_LISTED_SLOTS = 4096
 # rows a second with three consumers, two being 1: they share a tile of keys. Where others decode
@@ -89,8 +89,10 @@ def choose_tile(
         speed = (_THREE_BESIDE if beside else _THREE_CONSUMERS) if tile.consumers > 2 else 1.0
         cost = rounds * listed.block_m / speed
         fits = _piece(call, tile) >= LEAST_PIECE and slots(call, listed) <= MAX_LISTED_SLOTS
+        # a sequence that decodes takes one multiprocessor for each KV head about as long as a tile
+        busy = tiles + ((call.batch - sequences) * call.num_heads_kv if beside else 0)
         # of equals the last, which is that for few rows
-        if fits and tiles >= LEAST_FILL * processors and cost <= least:
+        if fits and busy >= LEAST_FILL * processors and cost <= least:
             best, least = listed, cost
     return best
 

@@ -37,7 +37,7 @@ PIECES = 8
 TAPER = True
 # rows beyond one token of each sequence from which on packed queries are taken to hold a chunk of a
 # prompt
-CHUNK_ROWS = 1024
+CHUNK_ROWS = 256
 # tiles of keys on their way in a chunk's program
 CHUNK_BUFFERS = 2
 # bytes that the parts of one launch may take
