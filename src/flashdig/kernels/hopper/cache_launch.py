@@ -18,6 +18,7 @@ from flashdig.kernels.hopper.chip import multiprocessors
 from flashdig.kernels.hopper.descriptors import (
     TURN,
     cache_tiles_of,
+    padded,
     rows_between,
     strides_fit,
     tiles_of,
@@ -43,9 +44,10 @@ LEAST_PIECE = 8
 # of the multiprocessors, the share that must have work: below it, keys cut into pieces win
 LEAST_FILL = 0.65
 MAX_LISTED_SLOTS = 4096
-# rows a second with three consumers, two being 1: they share a tile of keys. Where others decode
-# beside them, it counts as well how many multiprocessors they leave
-_THREE_CONSUMERS, _THREE_BESIDE = 1.06, 1.15
+# rows a second with three consumers, two being 1: they share a tile of keys, and at head_dim 96 have
+# more tiles on their way. Where others decode beside them, it counts as well how many
+# multiprocessors they leave
+_THREE_CONSUMERS, _THREE_BESIDE, _THREE_96 = 1.06, 1.15, 1.5
 
 
 @dataclass(frozen=True)
@@ -86,8 +88,10 @@ def choose_tile(
         heads = sequences * call.num_heads // listed.group
         tiles = triton.cdiv(tokens * listed.group, listed.block_m) * heads
         rounds = tiles / processors if beside else triton.cdiv(tiles, processors)
-        speed = (_THREE_BESIDE if beside else _THREE_CONSUMERS) if tile.consumers > 2 else 1.0
-        cost = rounds * listed.block_m / speed
+        cost = rounds * listed.block_m
+        if tile.consumers > 2:
+            three = _THREE_BESIDE if beside else _THREE_CONSUMERS
+            cost /= _THREE_96 if padded(call.q.shape[-1]) == 96 else three
         fits = _piece(call, tile) >= LEAST_PIECE and slots(call, listed) <= MAX_LISTED_SLOTS
         # a sequence that decodes takes one multiprocessor for each KV head about as long as a tile
         busy = tiles + ((call.batch - sequences) * call.num_heads_kv if beside else 0)

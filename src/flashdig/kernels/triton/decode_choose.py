@@ -38,6 +38,8 @@ TAPER = True
 # rows beyond one token of each sequence from which on packed queries are taken to hold a chunk of a
 # prompt
 CHUNK_ROWS = 256
+# rows of a sequence from which on all its keys may be met at once: fewer want them cut into pieces
+LISTED_ROWS = 64
 # tiles of keys on their way in a chunk's program
 CHUNK_BUFFERS = 2
 # bytes that the parts of one launch may take

@@ -18,6 +18,7 @@ from flashdig.kernels.triton.decode_choose import (
     CROWD,
     INTERPRETED,
     INVARIANT_SPLIT,
+    LISTED_ROWS,
     LONG_KEYS,
     MAX_SPLITS,
     PART_BYTES,
@@ -200,6 +201,8 @@ def _listed_schedule(
     # packed, the host knows of one chunk, if of any
     tokens = call.seqlen_q - call.batch if short else call.seqlen_q
     sequences = 1 if call.packed else call.batch
+    if tokens * call.group_size < LISTED_ROWS:
+        return None
     listed = choose_tile(call, out_dtype, tokens, sequences, beside=short)
     if listed is None:
         return None
