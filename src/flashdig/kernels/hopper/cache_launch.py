@@ -44,8 +44,8 @@ LEAST_PIECE = 8
 # of the multiprocessors, the share that must have work: below it, keys cut into pieces win
 LEAST_FILL = 0.65
 MAX_LISTED_SLOTS = 4096
-# rows a second with three consumers, two being 1: they share a tile of keys, and at head_dim 96 have
-# more tiles on their way. Where others decode beside them, it counts as well how many
+# rows a second with three consumers, two being 1: they share a tile of keys, and at head_dim 96
+# more tiles are on their way. Where others decode beside them, it counts as well how many
 # multiprocessors they leave
 _THREE_CONSUMERS, _THREE_BESIDE, _THREE_96 = 1.06, 1.15, 1.5
 
