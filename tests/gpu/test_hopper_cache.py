@@ -12,7 +12,7 @@ from flashdig.bench.kvcache_conformance import judge
 from flashdig.bench.pairwise import covering_array
 from flashdig.bench.timing import float32_precision
 from flashdig.kernels.hopper import cache_launch
-from flashdig.kernels.triton import decode_ragged_launch
+from flashdig.kernels.triton import decode_launch, decode_ragged_launch
 
 pytestmark = pytest.mark.gpu
 DOMAINS = {
@@ -36,6 +36,7 @@ def chosen(monkeypatch):
         pytest.skip("needs a Hopper GPU")
     monkeypatch.setattr(cache_launch, "LEAST_FILL", 0.0)
     monkeypatch.setattr(decode_ragged_launch, "CHUNK_ROWS", 0)
+    monkeypatch.setattr(decode_launch, "LISTED_ROWS", 0)
     found = []
     choose = cache_launch.choose_tile
 

@@ -84,11 +84,11 @@ def test_older_chips_run_one_launch_after_another(arch) -> None:
     ("queries", "options"),
     [
         ([1] * 33, {}),  # no chunk
-        ([1] * 32 + [50], {}),  # a short one
+        ([1] * 32 + [45], {}),  # a short one
         ([512], {}),  # nothing that decodes
         ([1] * 32 + [512], {"lengths": False}),  # the device knows none
         ([1] * 32 + [512], {"dtype": torch.float32}),  # no tile of 64 rows
-        ([1] * 400 + [512], {}),  # too many for a plan
+        ([1] * 600 + [512], {}),  # too many for a plan
     ],
 )
 def test_other_packed_calls_have_one_kind_of_tile(queries, options) -> None:

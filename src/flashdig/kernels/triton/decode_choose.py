@@ -28,7 +28,7 @@ CROWD = 2
 # keys that a sequence has room for from which on lengths are taken to differ much
 LONG_KEYS = 16 * 1024
 # tiles of rows that a plan is made for: each of its programs looks at all of them
-MAX_PLANNED_SLOTS = 1024
+MAX_PLANNED_SLOTS = 2048
 # rows whose parts a program joins at most, where lengths differ
 JOINED_ROWS = 8
 # pieces for each multiprocessor, where lengths differ
@@ -37,7 +37,7 @@ PIECES = 8
 TAPER = True
 # rows beyond one token of each sequence from which on packed queries are taken to hold a chunk of a
 # prompt
-CHUNK_ROWS = 256
+CHUNK_ROWS = 200
 # rows of a sequence from which on all its keys may be met at once: fewer want them cut into pieces
 LISTED_ROWS = 64
 # tiles of keys on their way in a chunk's program
