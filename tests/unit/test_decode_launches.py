@@ -59,7 +59,11 @@ def test_chunks_go_to_the_hopper_forward() -> None:
         ("ragged", "overlaps", True),
         ("join ragged", "last", True),
     ]
-    assert launches_of(prepared_call([512])) == [("list", "waits", False), ("listed", "last", True)]
+    prompt = [("list", "waits", False), ("listed", "last", True)]
+    for splits in (0, 1):
+        assert launches_of(prepared_call([512]), num_splits=splits) == prompt
+    assert launches_of(prepared_call([512]), num_splits=2)[0][0] == "even"
+    assert launches_of(prepared_call([1] * 32 + [512]), num_splits=1)[0][0] == "even"
 
 
 def test_decoding_beside_a_chunk_is_launched_apart() -> None:

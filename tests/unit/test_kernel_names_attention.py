@@ -302,6 +302,10 @@ OUR_KERNELS = {
         *("attention_forward", "forward", "float16", (64, 64), 64, True, False),
         "not causal, boolean bias,",
     ),
+    "flashdig_hopper_forward_bf16_d128_m192n64_causal_varlen_paged_grouped": (
+        *("attention_forward", "forward", "bfloat16", (192, 64), 128, True, True),
+        "tile 192x64, causal, packed, keys in pages, heads that share keys in one tile,",
+    ),
     "flashdig_hopper_backward_bf16_d128_m64n128_causal_varlen": (
         *("attention_backward", "backward", "bfloat16", (64, 128), 128, True, True),
         "backward, dq, dk and dv, bf16, head_dim 128, tile 64x128, causal, packed,",

@@ -175,9 +175,9 @@ def schedule_of(
         tile = _tile(call, arch, batch_invariant)
     splits = _splits(call, tile, num_splits, batch_invariant)
     free = num_splits == 0 and not batch_invariant
-    if chosen and free and ragged is not False:
-        apart = _listed_schedule(call, arch, tile, out_dtype or call.q.dtype)
-        if apart is None and may_hold_chunks(call):
+    if chosen and num_splits < 2 and not batch_invariant and ragged is not False:
+        apart = _listed_schedule(call, arch, tile, free, out_dtype or call.q.dtype)
+        if apart is None and free and may_hold_chunks(call):
             apart = _mixed_schedule(call, arch)
         if apart is not None:
             return apart
@@ -188,13 +188,14 @@ def schedule_of(
 
 
 def _listed_schedule(
-    call: CacheCall, arch: str, tile: DecodeTile, out_dtype: torch.dtype
+    call: CacheCall, arch: str, tile: DecodeTile, free: bool, out_dtype: torch.dtype
 ) -> Schedule | None:
-    """Sequences with many rows by the Hopper forward; None where it serves none of them."""
-    if arch != "sm_90":
-        return None
+    """Sequences with many rows by the Hopper forward; None where it serves none of them.
+
+    free: the keys of others may be cut into pieces.
+    """
     short = call.packed and call.batch > 1
-    if short and not may_hold_chunks(call):
+    if arch != "sm_90" or (short and not (free and may_hold_chunks(call))):
         return None
     from flashdig.kernels.hopper.cache_launch import choose_tile
 
