@@ -137,6 +137,7 @@ def test_what_the_hopper_forward_does_not_serve_over_a_cache() -> None:
     assert served(made={"dtype": torch.float32}) is None
     assert served(made={"head_dim": 20}) is None  # rows of 40 bytes
     assert served(cache_leftpad=meta(33, dtype=I32)) is None
+    assert served(cache_leftpad=meta(33, dtype=I32), made={"page": 0}) is not None
     assert served(softmax_scale=-1.0) is None
     assert served(k=meta(33 * 64, 16, 8, 128, dtype=torch.float8_e4m3fn)) is None
     apart = meta(33 * 64, 17, 8, 128)[:, :16]  # from page to page 17 keys
@@ -154,7 +155,7 @@ def test_what_the_hopper_forward_does_not_serve_over_a_cache() -> None:
 def test_tiles_of_listed_sequences_fill_whole_rounds() -> None:
     """Of an H200's 132 multiprocessors: 128 tiles of 128 rows are one round, 88 of 192 rows as
     well; of 8192 tokens the taller tile needs fewer."""
-    call = prepared_call([8192])
+    call = prepared_call([1] * 32 + [8192])
 
     def consumers(tokens, beside=False):
         return cache_launch.choose_tile(
@@ -163,6 +164,8 @@ def test_tiles_of_listed_sequences_fill_whole_rounds() -> None:
 
     assert [consumers(n) for n in (512, 2048, 8192)] == [2, 2, 3]
     assert consumers(512, beside=True) == 3  # the others decode meanwhile
+    call = prepared_call([1] * 8 + [8192])
+    assert consumers(128, beside=True) == 2  # what decodes is done before
 
 
 def test_few_tokens_share_tiles_with_all_heads_of_their_keys() -> None:

@@ -87,16 +87,17 @@ def choose_tile(
         listed = ListedTile(tile, _group(call, tile, tokens))
         heads = sequences * call.num_heads // listed.group
         tiles = triton.cdiv(tokens * listed.group, listed.block_m) * heads
-        rounds = tiles / processors if beside else triton.cdiv(tiles, processors)
+        # a sequence that decodes takes one multiprocessor for each KV head about as long as a tile
+        others = (call.batch - sequences) * call.num_heads_kv if beside else 0
+        hidden = others >= processors
+        rounds = tiles / processors if hidden else triton.cdiv(tiles, processors)
         cost = rounds * listed.block_m
         if tile.consumers > 2:
-            three = _THREE_BESIDE if beside else _THREE_CONSUMERS
+            three = _THREE_BESIDE if hidden else _THREE_CONSUMERS
             cost /= _THREE_96 if padded(call.q.shape[-1]) == 96 else three
         fits = _piece(call, tile) >= LEAST_PIECE and slots(call, listed) <= MAX_LISTED_SLOTS
-        # a sequence that decodes takes one multiprocessor for each KV head about as long as a tile
-        busy = tiles + ((call.batch - sequences) * call.num_heads_kv if beside else 0)
         # of equals the last, which is that for few rows
-        if fits and busy >= LEAST_FILL * processors and cost <= least:
+        if fits and tiles + others >= LEAST_FILL * processors and cost <= least:
             best, least = listed, cost
     return best
 
@@ -109,7 +110,7 @@ def _is_served(call: CacheCall, out_dtype: torch.dtype) -> bool:
         q.dtype in (torch.float16, torch.bfloat16)
         and q.dtype == k.dtype == out_dtype
         and widths <= 256
-        and call.cache_leftpad is None
+        and (call.cache_leftpad is None or call.page_size == 0)
         and scale_is_served(call.softmax_scale, call.softcap, call.alibi_slopes)
         and all(strides_fit(x) and x.data_ptr() % 16 == 0 for x in (q, k, v))
         and 0 < between == rows_between(v)
@@ -199,13 +200,12 @@ class ListedAttention:
             tensors: in the order of `cache_attention`.
             tiles: the list's memory.
         """
-        q, k, v, seqlens, cu_k, cu_new, table, batch_idx, _, cu_q, used_q, *terms = tensors
+        q, k, v, *lengths, table, batch_idx, leftpad, cu_q, used_q, slopes, sinks = tensors[:13]
         wide, wide_v = self._blocks
         queries = (q, q if wide else None, k, k if wide else None)
         values = (v, v if wide_v else None, out, out if wide_v else None)
-        slopes, sinks = terms[:2]
         return {
-            "list": (tiles, seqlens, cu_k, cu_new, batch_idx, cu_q, used_q),
+            "list": (tiles, *lengths, leftpad, batch_idx, cu_q, used_q),
             # the list says what the four tensors of lengths say elsewhere
             "listed": (*queries, *values, lse, slopes, sinks, *(None,) * 4, table, tiles),
         }

@@ -15,7 +15,7 @@ from flashdig.kernels.triton.sequences import sequence_span
 
 # two counters for whoever takes tiles, the number of tiles, nothing; then of each tile its
 # sequence, its first row (GROUP of them a query), the sequence's first query, its queries, its
-# keys, the first row of its keys in the cache, and two numbers of nothing
+# keys behind the padding, the first row of these in the cache, and two numbers of nothing
 LIST_HEAD = tl.constexpr(4)
 TILE_FIELDS = tl.constexpr(8)
 
@@ -26,6 +26,7 @@ def flashdig_list_tiles(
     seqlens_ptr,
     cu_k_ptr,
     cu_new_ptr,
+    leftpad_ptr,
     batch_idx_ptr,
     cu_q_ptr,
     used_q_ptr,
@@ -48,6 +49,7 @@ def flashdig_list_tiles(
     come first, which see most keys under causality.
 
     Args:
+        leftpad_ptr: of a cache without pages only.
         rows_of_cache_row: from one row of a cache without pages to the next, in keys.
     """
     begin_after(ORDER)
@@ -66,12 +68,12 @@ def flashdig_list_tiles(
     first_q = slot * 0
     if PACKED:
         first_q, _length = sequence_span(cu_q_ptr, used_q_ptr, sequence, seqlen_q)
-    _first, length_k = key_extent(
-        seqlens_ptr, cu_k_ptr, cu_new_ptr, None, sequence, seqlen_new, capacity
+    padding, end = key_extent(
+        seqlens_ptr, cu_k_ptr, cu_new_ptr, leftpad_ptr, sequence, seqlen_new, capacity
     )
     first_k = slot * 0
     if not PAGED:
-        first_k = cache_row(batch_idx_ptr, sequence, cache_rows) * rows_of_cache_row
+        first_k = cache_row(batch_idx_ptr, sequence, cache_rows) * rows_of_cache_row + padding
     used = (slot < slots) & (start_row < length_q * GROUP) & (length_q >= shortest)
     count = tl.sum(used.to(tl.int32), 0)
     place = count - tl.cumsum(used.to(tl.int32), 0)
@@ -80,7 +82,7 @@ def flashdig_list_tiles(
     tl.store(fields_ptr + 1, start_row, mask=used)
     tl.store(fields_ptr + 2, first_q, mask=used)
     tl.store(fields_ptr + 3, length_q, mask=used)
-    tl.store(fields_ptr + 4, length_k, mask=used)
+    tl.store(fields_ptr + 4, end - padding, mask=used)
     tl.store(fields_ptr + 5, first_k, mask=used)
     tl.store(list_ptr, 0)
     tl.store(list_ptr + 1, 0)
