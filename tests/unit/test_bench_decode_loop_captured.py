@@ -5,14 +5,15 @@ import torch
 
 from flashdig.bench import decode_loop
 from flashdig.bench import decode_loop_captured as captured
+from flashdig.bench.decode_loop_entries import COMPETITORS
 from flashdig.bench.results import read_record
 from flashdig.bench.rows import check_row
 from flashdig.bench.timing import Timing, TimingFailure
 
 SMALL = decode_loop.ModelSize(layers=2, hidden=64, num_heads=4, num_heads_kv=2, vocabulary=200)
 CELL = decode_loop.LoopCell(2, 9)
-# cuDNN needs a GPU
-ON_A_CPU = [one for one in captured.COMPETITORS if one.backend is None]
+# torch's efficient attention needs a GPU
+ON_A_CPU = [one for one in COMPETITORS if one.backend is None]
 
 
 @pytest.fixture
@@ -41,41 +42,57 @@ def test_steps_are_timed_apart_from_the_prompt(model) -> None:
     assert all(prompt_ms > 0 for _, prompt_ms in measured)
 
 
-def test_a_meter_leaves_out_what_comes_before_the_steps() -> None:
+def test_a_captured_generation_is_held_against_an_eager_one(model, monkeypatch) -> None:
+    prompt = decode_loop.make_prompt(CELL, SMALL, "cpu")
+    assert captured.gate_of(model, prompt, 8) == "ok"
+    made = captured.loop_of(model, COMPETITORS[0], 20)
+    monkeypatch.setattr(captured, "loop_of", lambda *arguments: made)
+    decode = made.decode
+    monkeypatch.setattr(made, "decode", lambda count: decode(count).roll(1, -1))
+    assert captured.gate_of(model, prompt, 8).startswith("token 1 of a captured generation")
+    monkeypatch.setattr(made, "prefill", lambda prompt: prompt[:, :1] - 1)
+    assert captured.gate_of(model, prompt, 8).startswith("token 0 of a captured generation")
+
+
+def test_a_meter_times_steps_apart_from_the_prompt(monkeypatch) -> None:
     clock = [0.0]
 
-    def spend(seconds):
-        clock[0] += seconds
+    class Loop:
+        def prefill(self, prompt):
+            clock[0] += 5
 
-    def call():
-        spend(5)
-        return lambda: spend(0.25)
+        def decode(self, count):
+            clock[0] += 0.25 * count
 
-    meter = captured.StepsMeter(1.0, now=lambda: clock[0])
-    prepared = meter.prepare(call)
+    monkeypatch.setattr(captured, "choose", lambda *arguments: None)
+    meter = captured.StepsMeter(lambda: None, lambda: clock[0])
+    competitor = COMPETITORS[0]
+    prepared = meter.prepare(captured.Generation(None, competitor, Loop(), None, 9))
     prepared.enqueue()
-    assert (prepared.repetitions, prepared.read()) == (1, (250.0, 250.0))
+    assert (prepared.repetitions, prepared.read()) == (9, (250.0, 250.0))
+    assert meter.prompts == {"flashdig": [5000.0]}
+    assert clock == [2 * (5 + 0.25 * 9)]
 
 
 def timing(ms):
-    return Timing(ms, (ms, 2 * ms), 0.01, 1980.0, 300.0, "host", "warm", 1, 1)
+    return Timing(ms, (ms, 2 * ms), 0.01, 1980.0, 300.0, "host", "warm", 255, 1)
 
 
 def test_rows_and_their_line() -> None:
-    competitors = captured.COMPETITORS
-    measured = [(timing(255.0), 9.0), (timing(510.0), 9.0), (TimingFailure("no"), None)]
-    measured[1:1] = [(timing(300.0), 9.0)]
-    measured.append((timing(1020.0), 8.0))
+    competitors = COMPETITORS
+    measured = [(timing(ms), 9.0) for ms in (1.0, 1.5, 2.0, 4.0)]
+    measured[3:3] = [(TimingFailure("no"), None)]
     common = decode_loop.common_fields(CELL, SMALL, 256)
     rows = captured.rows_of(common, 256, competitors, measured, {})
     for row in rows:
         check_row({**row, "run_id": "a"}, {"a"}, "row")
     assert [row["features"]["step"] for row in rows] == ["captured"] * 4 + ["eager"]
     assert rows[0]["tokens_per_s"] == pytest.approx(2000.0)
+    assert [row["features"]["timed_steps"] for row in rows] == [255] * 4 + [32]
     line = captured.line_of(rows, competitors)
-    assert line.startswith("2x9, steps: flashdig 1.000 ms a step, 2000 tokens/s (prompt 9 ms)")
-    assert "sdpa-packed 2.000 ms a step, 1000 tokens/s (prompt 9 ms): 2.000 [2.000" in line
-    assert "sdpa-cudnn - (no time: no)" in line
+    assert line.startswith("2x9, a step: flashdig 1.000 ms, 2000 tokens/s (prompt 9 ms)")
+    assert "sdpa-packed 2.000 ms, 1000 tokens/s (prompt 9 ms): 2.000 [2.000" in line
+    assert "sdpa-efficient - (no time: no)" in line
     failures = {"flashdig": "flashdig: token 3 differs"}
     rows = captured.rows_of(common, 256, competitors, measured, failures)
     assert [row["gate"] for row in rows] == [failures["flashdig"]] + ["ok"] * 4
@@ -100,4 +117,4 @@ def test_a_captured_run_is_kept(failures, monkeypatch, tmp_path, capsys) -> None
         ("sdpa", 0),
     ]
     assert len(read_record(output).rows) == 2 + 2 * 2
-    assert "8x4096, steps: flashdig" in capsys.readouterr().out
+    assert "8x4096, a step: flashdig" in capsys.readouterr().out

@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from flashdig.bench import decode_loop_captured as captured
+from flashdig.bench.decode_loop_entries import COMPETITORS as CAPTURED
+from flashdig.bench.decode_loop_entries import Competitor
 from flashdig.bench.environment import collect, revision
 from flashdig.bench.results import append_run, new_run, timing_fields
 from flashdig.bench.timing import Timing, median_ratio, time_rotated
@@ -26,6 +28,8 @@ SUITE = "decode-loop"
 SEED = 2026
 VOCABULARY = 32000
 TOKENS = 256
+# of a captured generation beside an eager one, in the dtype and at the size that is timed
+GATED_TOKENS = 32
 
 
 @dataclass(frozen=True)
@@ -189,10 +193,10 @@ def common_fields(cell: LoopCell, size: ModelSize, tokens: int) -> dict[str, Any
 
 
 def check_captured(
-    size: ModelSize, tokens: int, competitors: Sequence[captured.Competitor]
+    size: ModelSize, tokens: int, competitors: Sequence[Competitor]
 ) -> dict[str, str]:
-    """`failures_of` beside eager attention in float32, which not every backend of torch's has."""
-    competitors = [one for one in competitors if one.captured and one.backend is None]
+    """`failures_of` beside eager attention in float32."""
+    competitors = [one for one in competitors if one.captured]
     model, prompt = make_model(size, "float32", "cuda"), make_prompt(CHECKED, size, "cuda")
     expected = generate(model, prompt, "eager", "DynamicCache", tokens)
     return captured.failures_of(model, prompt, expected, tokens, competitors)
@@ -204,12 +208,14 @@ def measure_captured(
     tokens: int,
     failures: dict[str, str],
     rounds: int,
-    competitors: Sequence[captured.Competitor],
+    competitors: Sequence[Competitor],
 ) -> list[dict[str, Any]]:
     """A row for each competitor."""
     import transformers
 
     model, prompt = make_model(size, "bfloat16", "cuda"), make_prompt(cell, size, "cuda")
+    gate = captured.gate_of(model, prompt, min(tokens, GATED_TOKENS))
+    failures = {competitors[0].name: gate, **failures} if gate != "ok" else failures
     measured = captured.measure_steps(model, prompt, tokens, rounds, competitors)
     common = common_fields(cell, size, tokens)
     common["model"]["transformers"] = transformers.__version__
@@ -236,7 +242,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Check, then time; 0 when every token agreed, else 1."""
     parser = argparse.ArgumentParser(prog="python -m flashdig.bench.decode_loop")
     parser.add_argument("--output", type=Path, help="record to append the run to")
-    parser.add_argument("--tokens", type=int, default=TOKENS)
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="at least 3")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--cells", nargs="*", help="names such as 1x128; default: all")
     caches = [cache for _, cache in COMPETITORS[1:]]
@@ -244,12 +250,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--sdpa-caches", nargs="+", default=caches, choices=caches, help="without --captured"
     )
     parser.add_argument("--captured", action="store_true", help="steps that are CUDA graphs")
-    peers = [one.name for one in captured.COMPETITORS[1:]]
+    peers = [one.name for one in CAPTURED[1:]]
     parser.add_argument("--peers", nargs="+", default=peers, choices=peers, help="with --captured")
     given = parser.parse_args(arguments)
     names = [cell.name for cell in CELLS]
     if unknown := sorted(set(given.cells or ()) - set(names)):
         parser.error(f"--cells must be of {', '.join(names)}, got {unknown[0]}")
+    if given.tokens < 3:
+        parser.error(f"--tokens must be >= 3, got {given.tokens}")
     cells = [cell for cell in CELLS if not given.cells or cell.name in given.cells]
     command = shlex.join(["python", "-m", "flashdig.bench.decode_loop", *sys.argv[1:]])
 
@@ -284,23 +292,23 @@ def _run_eager(given: argparse.Namespace, cells: Sequence[LoopCell], keep: Keep)
 def _run_captured(given: argparse.Namespace, cells: Sequence[LoopCell], keep: Keep) -> int:
     size = ModelSize()
     competitors = [
-        one
-        for one in captured.COMPETITORS
-        if one.attention == "flashdig" or one.name in given.peers
+        one for one in CAPTURED if one.attention == "flashdig" or one.name in given.peers
     ]
     failures = check_captured(size, given.tokens, competitors)
     keep(
         [
             _tested(one.name, ", captured step", given.tokens, 1, _listed(failures.get(one.name)))
             for one in competitors
-            if one.captured and one.backend is None
+            if one.captured
         ]
     )
+    sound = competitors[0].name not in failures
     for cell in cells:
         found = measure_captured(cell, size, given.tokens, failures, given.rounds, competitors)
         print(captured.line_of(found, competitors), flush=True)
         keep(found)
-    return 1 if competitors[0].name in failures else 0
+        sound = sound and found[0]["gate"] == "ok"
+    return 0 if sound else 1
 
 
 def _listed(failure: str | None) -> list[str]:
