@@ -150,6 +150,8 @@ def test_what_the_hopper_forward_does_not_serve_over_a_cache() -> None:
     call = prepared_call([1] * 32 + [512])
     assert cache_launch.choose_tile(call, torch.float32, 512, 1, beside=True) is None
     assert cache_launch.choose_tile(call, torch.bfloat16, 200, 1, beside=False) is None  # too few
+    wide = prepared_call([1] * 32 + [512], head_dim=256)
+    assert cache_launch.choose_tile(wide, torch.bfloat16, 200, 1, beside=False) is not None
 
 
 def test_tiles_of_listed_sequences_fill_whole_rounds() -> None:

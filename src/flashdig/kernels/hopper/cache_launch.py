@@ -41,8 +41,9 @@ Tensors = tuple[torch.Tensor | None, ...]
 
 # keys of a piece of a page, at least: TMA's swizzle repeats after so many rows
 LEAST_PIECE = 8
-# of the multiprocessors, the share that must have work: below it, keys cut into pieces win
-LEAST_FILL = 0.65
+# by padded head_dim, the share of the multiprocessors that must have work: below it, keys cut into
+# pieces win; the kernels that cut them are the slower the wider heads are
+LEAST_FILL = {64: 0.7, 96: 0.25, 128: 0.55, 192: 0.1, 256: 0.1}
 MAX_LISTED_SLOTS = 4096
 # rows a second with three consumers, two being 1: they share a tile of keys, and at head_dim 96
 # more tiles are on their way. Where others decode beside them, it counts as well how many
@@ -76,6 +77,7 @@ def choose_tile(
     if not _is_served(call, out_dtype):
         return None
     processors = multiprocessors(call.q.device)
+    wanted = processors * LEAST_FILL[padded(max(call.q.shape[-1], call.v.shape[-1]))]
     best, least = None, math.inf
     for tile in tiles_for(
         call.q.shape[-1],
@@ -97,7 +99,7 @@ def choose_tile(
             cost /= _THREE_96 if padded(call.q.shape[-1]) == 96 else three
         fits = _piece(call, tile) >= LEAST_PIECE and slots(call, listed) <= MAX_LISTED_SLOTS
         # of equals the last, which is that for few rows
-        if fits and tiles + others >= LEAST_FILL * processors and cost <= least:
+        if fits and tiles + others >= wanted and cost <= least:
             best, least = listed, cost
     return best
 
