@@ -44,18 +44,19 @@ def failures_of(
     found = {}
     for competitor in competitors:
         choose(model, competitor)
-        with backend_of(competitor):
-            loop = loop_of(model, competitor, prompt.shape[1] + tokens)
-            for which in ("first", "second"):
-                given = torch.cat([loop.prefill(prompt), loop.decode(tokens - 1)], -1)
-                different = given != expected[:, prompt.shape[1] :]
-                if different.any():
-                    place = int(different.any(0).int().argmax())
-                    found[competitor.name] = (
-                        f"{competitor.name}, {which} generation: token {place} differs from that "
-                        "of eager attention"
-                    )
-                    break
+        loop = loop_of(model, competitor, prompt.shape[1] + tokens)
+        for which in ("first", "second"):
+            given = [loop.prefill(prompt)]
+            with backend_of(competitor):
+                given.append(loop.decode(tokens - 1))
+            different = torch.cat(given, -1) != expected[:, prompt.shape[1] :]
+            if different.any():
+                place = int(different.any(0).int().argmax())
+                found[competitor.name] = (
+                    f"{competitor.name}, {which} generation: token {place} differs from that "
+                    "of eager attention"
+                )
+                break
     return found
 
 
@@ -90,8 +91,7 @@ class Generation:
 
     def prefill(self) -> None:
         choose(self.model, self.competitor)
-        with backend_of(self.competitor):
-            self.loop.prefill(self.prompt)
+        self.loop.prefill(self.prompt)
 
     def decode(self, count: int) -> None:
         with backend_of(self.competitor):

@@ -17,7 +17,7 @@ class Competitor:
 
     Attributes:
         attention: "flashdig", or a name that transformers knows.
-        backend: that torch's attention is restricted to, by its name in
+        backend: that torch's attention is restricted to in steps, by its name in
             `torch.nn.attention.SDPBackend`; None leaves the choice to torch.
         captured: the step is a CUDA graph, else it is eager.
         most: tokens that are timed at most: an eager step takes the host as long as ten replays.
