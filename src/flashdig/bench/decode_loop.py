@@ -79,7 +79,9 @@ def make_model(size: ModelSize, dtype: str, device: str) -> Any:
         max_position_embeddings=16384,
     )
     torch.manual_seed(SEED)
-    return LlamaForCausalLM(config).eval().to(device, getattr(torch, dtype))
+    with torch.device(device):  # weights are drawn there: the host takes seconds
+        model = LlamaForCausalLM(config)
+    return model.eval().to(getattr(torch, dtype))
 
 
 def make_prompt(cell: LoopCell, size: ModelSize, device: str) -> Any:
