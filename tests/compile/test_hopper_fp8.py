@@ -33,3 +33,14 @@ def test_p_stays_in_its_registers() -> None:
     name = decode(kernel.name)
     assert (name.family, name.role) == ("flashdig", "attention_forward"), where
     assert (name.dtype, name.head_dim) == ("float8_e4m3fn", 128), where
+    # it waits for the sections of V^T that it reads, and for the kernel that writes it at the end
+    for text in ("ld.acquire.gpu", "fence.proxy.async.global", "griddepcontrol.wait"):
+        assert text in kernel.ptx, where
+    # which reads and writes 16 bytes at a time, and counts what it has written
+    values = kernels[0]
+    where = (values.name, values.registers, values.stack_bytes, dict(values.opcodes))
+    assert values.spill_bytes == 0, where
+    for opcode in ("LDG", "STG"):
+        assert values.count(opcode) == values.count(f"{opcode}.E.128") > 0, where
+    assert "griddepcontrol.launch_dependents" in values.ptx, where
+    assert re.search(r"\b(atom|red)\.\S*release", values.ptx), where

@@ -257,6 +257,39 @@ def test_repeated_runs_give_the_same_bits() -> None:
         assert torch.equal(first[1], again[1])
 
 
+@pytest.mark.parametrize(
+    ("batch", "seqlen", "heads_kv", "head_dim"),
+    # V is turned one head at a time, by twos and by fours, counted in up to 64 sections
+    [(1, 5000, 2, 256), (33, 129, 6, 128), (70, 64, 4, 64), (3, 700, 5, 64), (1, 20, 1, 16)],
+)
+def test_values_of_another_call_are_not_read(batch, seqlen, heads_kv, head_dim) -> None:
+    """Attention begins while V is turned: what its memory held before is another call's V."""
+    q, k, v, descales = tensors(batch, seqlen, seqlen, 2 * heads_kv, heads_kv, head_dim)
+    other = v.view(torch.uint8).flip(1).view(E4M3)
+    expected = [run(q, k, x, descales) for x in (v, other)]
+    for found, x in zip(expected, (v, other), strict=True):
+        assert_is_attention(*found, q, k, x, descales)
+    for n in range(20):
+        out, lse = run(q, k, (v, other)[n % 2], descales)
+        assert torch.equal(out, expected[n % 2][0])
+        assert torch.equal(lse, expected[n % 2][1])
+
+
+def test_calls_on_two_streams_at_a_time() -> None:
+    calls = [tensors(4, 1000, n, 8, 4, 128) for n in (900, 1100)]
+    expected = [run(*call) for call in calls]
+    streams = [torch.cuda.Stream() for _ in calls]
+    torch.cuda.synchronize()
+    for _ in range(20):
+        found = []
+        for stream, call in zip(streams, calls, strict=True):
+            with torch.cuda.stream(stream):
+                found.append(run(*call))
+        torch.cuda.synchronize()
+        for one, other in zip(found, expected, strict=True):
+            assert torch.equal(one[0], other[0])
+
+
 def test_strides_that_tma_does_not_take_and_a_captured_graph() -> None:
     q, k, v, descales = tensors(2, 70, 90, 2, 2, 64)
     expected = run(q, k, v, descales)

@@ -5,7 +5,17 @@ import os
 import subprocess
 import sys
 
-from flashdig.kernels.hopper.fp8_values import GROUP_KEYS, key_at
+import torch
+
+from flashdig.kernels.hopper.fp8_values import (
+    BESIDE,
+    GROUP_KEYS,
+    SECTIONS,
+    counted,
+    key_at,
+    turning_of,
+)
+from flashdig.kernels.triton.arguments import Call, prepared
 
 KEYS = 128
 
@@ -51,9 +61,36 @@ def test_every_fragment_is_a_whole_tile() -> None:
         assert sorted(elements) == [(row, key) for row in range(64) for key in range(KEYS)]
 
 
+def call_of(batch: int, seqlen: int, heads: int, head_dim: int, right: int = -1) -> Call:
+    x = torch.empty(batch, seqlen, heads, head_dim, dtype=torch.float8_e4m3fn, device="meta")
+    return prepared(
+        *(x, x, x, *[None] * 8), softmax_scale=1.0, softcap=0.0, dropout_p=0.0, window_left=-1,
+        window_right=right, top_left=False, allow_tf32=False,
+    )  # fmt: skip
+
+
+def test_sections_hold_all_heads() -> None:
+    for batch, heads, head_dim in ((32, 32, 64), (1, 3, 128), (70, 5, 48), (33, 2, 256)):
+        call = call_of(batch, 700, heads, head_dim)
+        counts = counted(call, 128)
+        assert counts["section_heads"] % counts["unit_heads"] == 0
+        assert heads % counts["unit_heads"] == 0
+        assert -(-batch * heads // counts["section_heads"]) <= SECTIONS.value
+        assert counts["unit_items"] == 6
+
+
+def test_v_is_turned_beside_attention_where_multiprocessors_are_left() -> None:
+    # 1024 tiles are 8 rounds of 132 but for 32; 2752 are 21 but for 20
+    assert turning_of(call_of(8, 2048, 8, 256), 1024, 132) == BESIDE
+    assert turning_of(call_of(2, 8192, 32, 64), 2752, 132) != BESIDE
+    assert turning_of(call_of(2, 8192, 32, 64, right=0), 2752, 132) == BESIDE
+    assert turning_of(call_of(32, 512, 8, 256), 1024, 132) != BESIDE
+    assert turning_of(call_of(1, 4096, 2, 256), 64, 132) != BESIDE
+
+
 PROGRAM = """
 import itertools, json, torch
-from flashdig.kernels.hopper.fp8_values import by_column, by_column_shape, key_at
+from flashdig.kernels.hopper.fp8_values import Turning, by_column, by_column_shape, key_at
 from flashdig.kernels.triton.arguments import prepared
 
 BLOCK = 128
@@ -73,7 +110,7 @@ def run(v, lengths_q, lengths_k, left, right, top_left):
                     softcap=0.0, dropout_p=0.0, window_left=left, window_right=right,
                     top_left=top_left, allow_tf32=False)
     found = torch.full(by_column_shape(call, BLOCK), 255, dtype=torch.uint8)
-    by_column(call, BLOCK)(v, found.view(torch.float8_e4m3fn), *cu, None, None)
+    by_column(call, Turning(BLOCK, 4, 7))(v, found.view(torch.float8_e4m3fn), *cu, None, None, None)
     v = v.view(torch.uint8)
     for b, (m, n) in enumerate(zip(lengths_q, lengths_k)):
         keys = v[sum(lengths_k[:b]):][:n] if packed else v[b]

@@ -16,12 +16,15 @@ def multiprocessors(device: torch.device) -> int:
     return launch.multiprocessors(device, H200_MULTIPROCESSORS)
 
 
-def heads_together(heads: int, head_bytes: int, *, causal: bool, packed: bool) -> int:
+def heads_together(
+    heads: int, head_bytes: int, *, causal: bool, packed: bool, l2_bytes: int = L2_BYTES
+) -> int:
     """Heads that are walked side by side, so that what their tiles share stays in L2.
 
     Args:
         head_bytes: what one head's tiles share.
+        l2_bytes: that the heads of one causal section may share.
     """
     if packed or not causal:
         return 1
-    return max(1, min(heads, L2_BYTES // head_bytes))
+    return max(1, min(heads, l2_bytes // head_bytes))

@@ -20,6 +20,7 @@ from flashdig.kernels.hopper.columns import (
 from flashdig.kernels.hopper.forward import (
     ROWS,
 )
+from flashdig.kernels.hopper.fp8_values import FIRST_SECTION, SECTIONS
 from flashdig.kernels.hopper.ring import as_block_of, ring_beside, ring_of, wait_until_empty
 
 
@@ -150,3 +151,38 @@ def as_operand(p, out):
         dtype=gl.float8e4nv, is_pure=False, pack=4,
     )  # fmt: skip
     return gl.convert_layout(bytes_, layout)
+
+
+# returns when another kernel's count has come so far; acquires what was written before it
+_ACQUIRE = gl.constexpr("ld.acquire.gpu.global.u32 $0, [$1];")
+
+
+@gluon.jit
+def _acquired(count_ptr):
+    return gl.inline_asm_elementwise(
+        _ACQUIRE, "=r,l", [count_ptr], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def wait_for_values(counter_ptr, section, items):
+    """Producer: until `items` of a section of V^T are written; TMA may then read them."""
+    count_ptr = counter_ptr + FIRST_SECTION + section
+    while _acquired(count_ptr) < items:
+        pass
+    # the writes were the generic proxy's, the reads are the async proxy's
+    gl.inline_asm_elementwise(
+        "fence.proxy.async.global; mov.u32 $0, 0;", "=r,r", [section], dtype=gl.int32,
+        is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def clear_counts(counter_ptr):
+    """Producer: as `schedule.clear_counter`, with the counts of V^T's sections."""
+    if gl.atomic_add(counter_ptr + 1, 1) == gl.num_programs(0) - 1:
+        layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+        numbers = gl.arange(0, SECTIONS, layout)
+        gl.store(counter_ptr + FIRST_SECTION + numbers, 0)
+        gl.store(counter_ptr, 0)
+        gl.store(counter_ptr + 1, 0)

@@ -50,12 +50,14 @@ from flashdig.kernels.hopper.forward import (
 )
 from flashdig.kernels.hopper.fp8_columns import (
     as_operand,
+    clear_counts,
     finished_output,
     joined,
     new_output,
     new_value_ring,
     put_values,
     start_output,
+    wait_for_values,
 )
 from flashdig.kernels.hopper.fp8_softmax import P_FACTOR, online_softmax
 from flashdig.kernels.hopper.problem import Terms, final_scores, key_tiles, masked
@@ -63,7 +65,6 @@ from flashdig.kernels.hopper.rows import Rows
 from flashdig.kernels.hopper.schedule import (
     NO_TILE,
     Sizes,
-    clear_counter,
     new_mail,
     next_program,
     place_of,
@@ -109,15 +110,15 @@ def _terms_of(terms, factor, ALIBI: gl.constexpr):
 @gluon.jit
 def _produce(
     q_descs, k_descs, v_descs, q_tiles, q_full, q_empty, keys, values, mail, sizes, terms,
-    lengths, counter_ptr, tiles, CONSUMERS: gl.constexpr, VALUE_SLOT: gl.constexpr,
-    JOINT: gl.constexpr,
+    lengths, counter_ptr, tiles, section_heads, unit_heads, unit_items, CONSUMERS: gl.constexpr,
+    VALUE_SLOT: gl.constexpr, JOINT: gl.constexpr,
 ):  # fmt: skip
     Q_BUFFERS: gl.constexpr = q_tiles[0].shape[0] // CONSUMERS
     GROUP: gl.constexpr = sizes.GROUP
     BLOCK_M: gl.constexpr = ROWS * CONSUMERS
     BLOCK_N: gl.constexpr = keys.tiles[0].shape[1]
     program = gl.program_id(0)
-    waited = program < 0
+    turned = program * 0 - 1  # the last section of V^T that was waited for
     count = 0  # tiles of queries so far
     done = 0  # tiles of keys so far
     while program < tiles:
@@ -137,6 +138,8 @@ def _produce(
                 first_value = VALUE_SLOT * first_slot(
                     lengths[1], place.batch, sizes.seqlen_k, VALUE_SLOT
                 )
+            # the first keys before Q, whose memory the tile before frees last
+            put_blocks(keys, done, k_descs, key_rows, (end - 1) * BLOCK_N)
             for c in gl.static_range(CONSUMERS):
                 buffer = c * Q_BUFFERS + count % Q_BUFFERS
                 mbarrier.wait(q_empty.index(buffer), ((count // Q_BUFFERS) & 1) ^ 1)
@@ -144,16 +147,21 @@ def _produce(
                 load_blocks(
                     q_descs, query_rows, row, q_full.index(buffer), tile_at(q_tiles, buffer)
                 )
+            heads_kv = sizes.num_heads if GROUP > 1 else sizes.num_heads // terms.group_size
+            section = (value_batch * heads_kv + head_kv) // section_heads
             steps = end - first
             for step in range(steps):
                 # late, so that no tile waits for a block that still walks a long one
                 if step == steps - 1:
                     following = next_program(counter_ptr)
                 start_n = (end - 1 - step) * BLOCK_N
-                put_blocks(keys, done + step, k_descs, key_rows, start_n)
-                if not waited:  # V^T is of the kernel before
-                    gdc_wait()
-                    waited = True
+                if step > 0:
+                    put_blocks(keys, done + step, k_descs, key_rows, start_n)
+                if section != turned:  # V^T is of the kernel before
+                    heads = heads_kv if sizes.PACKED else sizes.batch_size * heads_kv
+                    units = gl.minimum(section_heads, heads - section * section_heads) // unit_heads
+                    wait_for_values(counter_ptr, section, units * unit_items)
+                    turned = section
                 if JOINT and step == 0:
                     leave_out_blocks(values, done)
                 put_values(
@@ -167,10 +175,9 @@ def _produce(
         else:
             following = next_program(counter_ptr)
         program = following
-    if not waited:
-        gdc_wait()
+    gdc_wait()  # else a kernel after this one might begin before the one that turns V ends
     send_end(mail, count, sizes)
-    clear_counter(counter_ptr)
+    clear_counts(counter_ptr)
 
 
 @gluon.jit
@@ -363,6 +370,9 @@ def kernel_name(specialization):
         "softcap",
         "stride_slopes_b",
         "tiles",
+        "section_heads",
+        "unit_heads",
+        "unit_items",
     ],
 )
 def flashdig_hopper_fp8_forward(
@@ -398,6 +408,9 @@ def flashdig_hopper_fp8_forward(
     softcap,
     stride_slopes_b,
     tiles,
+    section_heads,
+    unit_heads,
+    unit_items,
     HEAD_DIM: gl.constexpr,
     HEAD_DIM_V: gl.constexpr,
     CONSUMERS: gl.constexpr,
@@ -450,8 +463,8 @@ def flashdig_hopper_fp8_forward(
                         sizes, terms, 1, CONSUMERS, EVERY, OWN_WALK, JOINT)),
             (_produce, (q_descs, k_descs, v_descs, q_tiles, q_full, q_empty, keys, values, mail,
                         sizes, terms, (cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_q_ptr,
-                        seqused_k_ptr), counter_ptr, tiles, CONSUMERS, VALUE_SLOT,
-                        JOINT)),
+                        seqused_k_ptr), counter_ptr, tiles, section_heads, unit_heads, unit_items,
+                        CONSUMERS, VALUE_SLOT, JOINT)),
         ], [4, 1], [REGISTERS, 24])
     else:
         gl.warp_specialize([
@@ -466,7 +479,7 @@ def flashdig_hopper_fp8_forward(
                         sizes, terms, 2, CONSUMERS, EVERY, OWN_WALK, JOINT)),
             (_produce, (q_descs, k_descs, v_descs, q_tiles, q_full, q_empty, keys, values, mail,
                         sizes, terms, (cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_q_ptr,
-                        seqused_k_ptr), counter_ptr, tiles, CONSUMERS, VALUE_SLOT,
-                        JOINT)),
+                        seqused_k_ptr), counter_ptr, tiles, section_heads, unit_heads, unit_items,
+                        CONSUMERS, VALUE_SLOT, JOINT)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])
     # fmt: on

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from flashdig.kernels.hopper.chip import multiprocessors
+from flashdig.kernels.hopper.chip import heads_together, multiprocessors
 from flashdig.kernels.hopper.counters import counter_for
 from flashdig.kernels.hopper.descriptors import taken_by_tma, tiles_of, values_by_column
 from flashdig.kernels.hopper.forward_launch import (
@@ -18,15 +19,23 @@ from flashdig.kernels.hopper.forward_launch import (
 )
 from flashdig.kernels.hopper.fp8_forward import flashdig_hopper_fp8_forward
 from flashdig.kernels.hopper.fp8_tiles import Fp8Tile, tile_of
-from flashdig.kernels.hopper.fp8_values import by_column, by_column_shape, keys_seen
+from flashdig.kernels.hopper.fp8_values import (
+    NUMBERS,
+    by_column,
+    by_column_shape,
+    counted,
+    keys_seen,
+    turning_of,
+)
 from flashdig.kernels.launch import Launch, allocation
 from flashdig.kernels.plans import Plan
 from flashdig.kernels.triton.arguments import Call, check_grid, prepared
 from flashdig.kernels.triton.no_keys import without_keys
 from flashdig.kernels.triton.slack import clearing
 
-# keys that a program of `fp8_values` turns, at least
-_VALUE_BLOCK = 128
+# bytes of K and V that the heads of one causal section share: half of what 16 bits take, since the
+# first tiles of all its heads wait for their V^T
+_L2_BYTES = 16 * 2**20
 OUT_DTYPES = (torch.float16, torch.bfloat16)
 
 
@@ -126,14 +135,17 @@ class _Fp8Plan:
             grouped = worth_grouping(call, tile)
         group = call.num_heads // call.num_heads_kv if grouped else 1
         device = call.q.device
-        slot = max(_VALUE_BLOCK, tile.block_n)
+        tiles_of_all = check_grid(tiles_of_queries(call, tile, group))
+        turning = turning_of(call, tiles_of_all, multiprocessors(device))
+        slot = max(turning.block, tile.block_n)
+        turning = replace(turning, block=slot)
         shape = by_column_shape(call, slot)
         self._make = (
             allocation(call.out_shape, out_dtype, device),
             allocation(call.lse_shape, torch.float32, device),
             allocation(shape, call.v.dtype, device),
         )
-        self._by_column = by_column(call, slot)
+        self._by_column = by_column(call, turning)
         self._clear_slack = None
         if call.packed:  # slack rows belong to no program
             sizes = call.batch, call.seqlen_q, call.num_heads, call.head_dim_v
@@ -151,13 +163,22 @@ class _Fp8Plan:
         # what only the kernel for 16 bits asks for is left out
         known = set(flashdig_hopper_fp8_forward.arg_names)
         numbers = {n: x for n, x in numbers_of(call, tile, group).items() if n in known}
+        numbers |= counted(call, slot)
+        head_bytes = call.seqlen_k * (call.head_dim + call.head_dim_v)
+        numbers["heads_together"] = heads_together(
+            call.batch * call.num_heads // group,
+            head_bytes,
+            causal=call.window_right >= 0,
+            packed=call.packed,
+            l2_bytes=_L2_BYTES,
+        )
         self._launch = Launch(
             flashdig_hopper_fp8_forward,
-            min(check_grid(tiles_of_queries(call, tile, group)), multiprocessors(device)),
+            min(tiles_of_all, multiprocessors(device)),
             {**numbers, "VALUE_SLOT": slot, "EVERY": tile.every},
             tiles,
             num_warps=4,
-            launch_pdl=True,  # it begins while V is turned, and waits for it
+            launch_pdl=True,  # it begins while V is turned, and waits for what it reads
         )
 
     def __call__(self, *tensors: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -167,7 +188,8 @@ class _Fp8Plan:
         if self._clear_slack is not None:
             cu_seqlens_q, _, seqused_q, _ = lengths
             self._clear_slack(out, lse, cu_seqlens_q, seqused_q)
-        self._by_column(v, by_column, *lengths)
+        counter = counter_for(out.device, NUMBERS)
+        self._by_column(v, by_column, *lengths, counter)
         wide, wide_v = self._blocks
         self._launch(
             q,
@@ -183,6 +205,6 @@ class _Fp8Plan:
             sinks,
             *lengths,
             *descales,
-            counter_for(out.device),
+            counter,
         )
         return out, lse

@@ -25,7 +25,10 @@ class Fp8Tile(Tile):
 # 128 keys of a block's 128 rows are seen by both consumers, so none has a walk of its own
 _TWO_64 = Fp8Tile(2, 128, 4, 240, q_buffers=2, own_walk=False, joint=True)
 _THREE_64 = Fp8Tile(3, 128, 4, 160, q_buffers=2, joint=True)
-_TWO_128 = Fp8Tile(2, 128, 4, 240, own_walk=False, joint=True, every=8)
+_TWO_96 = Fp8Tile(2, 128, 4, 240, own_walk=False, joint=True, every=8)
+_TWO_128 = Fp8Tile(2, 128, 4, 240, own_walk=False, joint=True, every=4)
+# a tile's first scores are made while the one before is written: of use where tiles are short
+_SHORT_128 = Fp8Tile(2, 128, 4, 240, q_buffers=2, own_walk=False, joint=True, every=4)
 _BOTH_192 = Fp8Tile(2, 128, 2, 240, own_walk=False)
 _BOTH_256 = Fp8Tile(2, 128, 2, 240, own_walk=False, joint=True)
 
@@ -36,8 +39,8 @@ TILES: dict[tuple[int, int], dict[bool, tuple[tuple[int, Fp8Tile], ...]]] = {
         False: ((0, _THREE_64), (0, _TWO_64)),
         True: ((3072, _THREE_64), (0, _TWO_64)),
     },
-    (96, 96): dict.fromkeys((False, True), ((0, _TWO_128),)),
-    (128, 128): dict.fromkeys((False, True), ((0, _TWO_128),)),
+    (96, 96): dict.fromkeys((False, True), ((0, _TWO_96),)),
+    (128, 128): dict.fromkeys((False, True), ((3072, _TWO_128), (0, _SHORT_128))),
     (192, 128): dict.fromkeys((False, True), ((0, _BOTH_192),)),
     (192, 192): dict.fromkeys((False, True), ((0, _BOTH_192),)),
     (256, 256): dict.fromkeys((False, True), ((0, _BOTH_256),)),

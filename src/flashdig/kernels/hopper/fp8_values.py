@@ -1,9 +1,10 @@
 """V of fp8 attention by columns, V^T, with the keys in the order in which P lies in registers.
 
 The tensor cores take 8-bit operands with the dimension that is summed over contiguous: Q and K lie
-so, V does not. One kernel writes V^T before the attention kernel runs. It permutes the keys within
-groups of 16, since an accumulator and an operand A of 8 bits spread a row over four threads
-differently (PTX ISA, wgmma, register fragments):
+so, V does not. One kernel writes V^T, and counts what it has written; the attention kernel begins
+meanwhile and waits for the heads that it reads. Keys are permuted within groups of 16, since an
+accumulator and an operand A of 8 bits spread a row over four threads differently (PTX ISA, wgmma,
+register fragments):
 
     accumulator   thread t of a row holds columns 8 j + 2 t and 8 j + 2 t + 1, for every j
     operand A     thread t holds columns 16 j + 4 t ... 16 j + 4 t + 3
@@ -16,6 +17,8 @@ so what a thread has of P, in its order, are the columns of an operand A for a V
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import triton
 import triton.language as tl
@@ -31,7 +34,11 @@ from flashdig.kernels.triton.sequences import (
 )
 
 GROUP_KEYS = 16
-WIDEST = 256  # columns that one program turns
+WIDEST = 256  # columns that one program turns at once
+# of a launch's counter: how many items of each section of heads are turned
+SECTIONS = tl.constexpr(64)
+FIRST_SECTION = tl.constexpr(4)
+NUMBERS = FIRST_SECTION.value + SECTIONS.value
 
 
 def key_at(position: int) -> int:
@@ -42,31 +49,92 @@ def key_at(position: int) -> int:
 
 
 @triton.jit
-def _low(a, b):
-    """Bytes (a0, b0, a2, b2) of two words."""
-    return (a & 0x00FF00FF) | ((b & 0x00FF00FF) << 8)
+def _permuted(a, b, SELECTOR: tl.constexpr, PTX: tl.constexpr):
+    """Bytes of two words as PTX's prmt selects them: digit i of SELECTOR, in base 16, is where
+    byte i comes from, 0 to 3 in a and 4 to 7 in b."""
+    if PTX:
+        text: tl.constexpr = f"prmt.b32 $0, $1, $2, {SELECTOR};"
+        mixed = tl.inline_asm_elementwise(text, "=r,r,r", [a, b], tl.uint32, True, 1)
+    else:
+        mixed = a & 0
+        for i in tl.static_range(4):
+            source = (SELECTOR >> 4 * i) % 8
+            word = a if source < 4 else b
+            mixed |= ((word >> (source % 4 * 8)) & 0xFF) << (8 * i)
+    return mixed
 
 
 @triton.jit
-def _high(a, b):
-    """Bytes (a1, b1, a3, b3)."""
-    return ((a >> 8) & 0x00FF00FF) | (b & 0xFF00FF00)
-
-
-@triton.jit
-def _lower_halves(a, b):
-    return (a & 0xFFFF) | (b << 16)
-
-
-@triton.jit
-def _upper_halves(a, b):
-    return (a >> 16) | (b & 0xFFFF0000)
+def _load(
+    item,
+    v_ptr,
+    cu_seqlens_q_ptr,
+    cu_seqlens_k_ptr,
+    seqused_q_ptr,
+    seqused_k_ptr,
+    batch,
+    heads,
+    seqlen_q,
+    seqlen_k,
+    left,
+    right,
+    columns,
+    stride_vb,
+    stride_vn,
+    stride_vh,
+    WORDS: tl.constexpr,
+    BLOCK_WORDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PACKED: tl.constexpr,
+    TOP_LEFT: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+):
+    """Words of the keys 0, 1, 8 and 9 behind each `quad`'s first one; zeros past the last item."""
+    slots = tl.cdiv(columns * 16, BLOCK)
+    if PACKED:
+        head = item // slots
+        slot = item % slots
+        sequence = find_sequence(cu_seqlens_k_ptr, slot, batch, seqlen_k, BLOCK)
+        start = (slot - first_slot(cu_seqlens_k_ptr, sequence, seqlen_k, BLOCK)) * BLOCK
+        _, length_q = sequence_span(cu_seqlens_q_ptr, seqused_q_ptr, sequence, seqlen_q)
+        first_k, length_k = sequence_span(cu_seqlens_k_ptr, seqused_k_ptr, sequence, seqlen_k)
+        past = head >= heads
+    else:
+        head = item // slots % heads
+        sequence = item // slots // heads
+        start = item % slots * BLOCK
+        length_q = seqlen_q
+        length_k = seqlen_k
+        first_k = start * 0
+        past = sequence >= batch
+    offset = length_k - length_q
+    if TOP_LEFT:
+        offset = offset * 0
+    begin, end = seen_keys(length_q, length_k, offset, left, right, LEFT, RIGHT)
+    word = tl.arange(0, BLOCK_WORDS)[None, :]
+    quad = tl.arange(0, BLOCK // 4)[:, None]
+    key = (quad // 4) * 16 + (quad % 4) * 2
+    there = word < WORDS
+    first = start + begin
+    end = tl.where(past, 0, end - first)
+    # in words; what all items share stands apart, it is worked out once
+    step = stride_vn.to(tl.int64) * 4
+    v_ptr += (first_k + first).to(tl.int64) * step + head.to(tl.int64) * stride_vh * 4
+    if not PACKED:
+        v_ptr += sequence.to(tl.int64) * stride_vb * 4
+    rows = key.to(tl.int64) * step + word
+    a = tl.load(v_ptr + rows, mask=there & (key < end), other=0)
+    b = tl.load(v_ptr + step + rows, mask=there & (key + 1 < end), other=0)
+    c = tl.load(v_ptr + 8 * step + rows, mask=there & (key + 8 < end), other=0)
+    d = tl.load(v_ptr + 9 * step + rows, mask=there & (key + 9 < end), other=0)
+    return a, b, c, d
 
 
 @triton.jit(
     do_not_specialize=[
         "batch",
-        "num_heads_kv",
+        "heads",
         "seqlen_q",
         "seqlen_k",
         "left",
@@ -75,6 +143,8 @@ def _upper_halves(a, b):
         "stride_vb",
         "stride_vn",
         "stride_vh",
+        "items",
+        "section_units",
     ]
 )
 def flashdig_fp8_values_by_column(
@@ -84,8 +154,9 @@ def flashdig_fp8_values_by_column(
     cu_seqlens_k_ptr,
     seqused_q_ptr,
     seqused_k_ptr,
+    counter_ptr,
     batch,
-    num_heads_kv,
+    heads,
     seqlen_q,
     seqlen_k,
     left,
@@ -94,6 +165,8 @@ def flashdig_fp8_values_by_column(
     stride_vb,
     stride_vn,
     stride_vh,
+    items,
+    section_units,
     HEAD_DIM_V: tl.constexpr,
     BLOCK: tl.constexpr,
     PACKED: tl.constexpr,
@@ -102,9 +175,12 @@ def flashdig_fp8_values_by_column(
     RIGHT: tl.constexpr,
     LEADS: tl.constexpr,
 ):
-    """BLOCK keys of one head. Strides and `columns` (keys of a row of V^T) are in 16 bytes.
+    """Items of BLOCK keys of one unit, the heads that are turned together, unit by unit.
 
-    LEADS: the kernel after it may begin at once; it waits before it reads V^T.
+    Strides and `columns` (keys of a row of V^T) are in 16 bytes.
+
+    LEADS: the kernel after it may begin at once; before it reads V^T it waits for the count of that
+    section's items (`counted`).
     """
     if LEADS:
         gdc_launch_dependents()
@@ -112,53 +188,40 @@ def flashdig_fp8_values_by_column(
     BLOCK_WORDS: tl.constexpr = triton.next_power_of_2(WORDS)
     v_ptr = v_ptr.to(tl.pointer_type(tl.uint32), bitcast=True)
     v_by_column_ptr = v_by_column_ptr.to(tl.pointer_type(tl.uint32), bitcast=True)
-    program = tl.program_id(0)
-    head = program % num_heads_kv
-    slot = program // num_heads_kv
-    if PACKED:
-        sequence = find_sequence(cu_seqlens_k_ptr, slot, batch, seqlen_k, BLOCK)
-        start = (slot - first_slot(cu_seqlens_k_ptr, sequence, seqlen_k, BLOCK)) * BLOCK
-        _, length_q = sequence_span(cu_seqlens_q_ptr, seqused_q_ptr, sequence, seqlen_q)
-        first_k, length_k = sequence_span(cu_seqlens_k_ptr, seqused_k_ptr, sequence, seqlen_k)
-        row = head * 1
-        column = slot * BLOCK
-    else:
-        slots = tl.cdiv(columns * 16, BLOCK)
-        sequence = slot // slots
-        start = slot % slots * BLOCK
-        length_q = seqlen_q
-        length_k = seqlen_k
-        first_k = start * 0
-        row = sequence * num_heads_kv + head
-        column = start
-    offset = length_k - length_q
-    if TOP_LEFT:
-        offset = offset * 0
-    begin, end = seen_keys(length_q, length_k, offset, left, right, LEFT, RIGHT)
     word = tl.arange(0, BLOCK_WORDS)[None, :]
     quad = tl.arange(0, BLOCK // 4)[:, None]
-    key = start + begin + (quad // 4) * 16 + (quad % 4) * 2
-    there = word < WORDS
-    # in words
-    v_ptr += (first_k.to(tl.int64) * stride_vn + head.to(tl.int64) * stride_vh) * 4 + word
-    if not PACKED:
-        v_ptr += sequence.to(tl.int64) * stride_vb * 4
-    rows = v_ptr + key.to(tl.int64) * (stride_vn * 4)
-    step = stride_vn.to(tl.int64) * 4
-    a = tl.load(rows, mask=there & (key < end), other=0)
-    b = tl.load(rows + step, mask=there & (key + 1 < end), other=0)
-    c = tl.load(rows + 8 * step, mask=there & (key + 8 < end), other=0)
-    d = tl.load(rows + 9 * step, mask=there & (key + 9 < end), other=0)
-    even, odd = _low(a, b), _high(a, b)
-    even_after, odd_after = _low(c, d), _high(c, d)
-    place = (row.to(tl.int64) * HEAD_DIM_V + word * 4) * (columns * 4) + (column // 4 + quad)
-    inside = there & (column + quad * 4 < columns * 16)
-    targets = v_by_column_ptr + place
-    width = columns * 4
-    tl.store(targets, _lower_halves(even, even_after), mask=inside)
-    tl.store(targets + width, _lower_halves(odd, odd_after), mask=inside)
-    tl.store(targets + 2 * width, _upper_halves(even, even_after), mask=inside)
-    tl.store(targets + 3 * width, _upper_halves(odd, odd_after), mask=inside)
+    program = tl.program_id(0)
+    a, b, c, d = _load(
+        program, v_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_q_ptr, seqused_k_ptr,
+        batch, heads, seqlen_q, seqlen_k, left, right, columns, stride_vb, stride_vn, stride_vh,
+        WORDS, BLOCK_WORDS, BLOCK, PACKED, TOP_LEFT, LEFT, RIGHT,
+    )  # fmt: skip
+    for item in range(program, items, tl.num_programs(0)):
+        even, odd = _permuted(a, b, 0x6240, LEADS), _permuted(a, b, 0x7351, LEADS)
+        even_after, odd_after = _permuted(c, d, 0x6240, LEADS), _permuted(c, d, 0x7351, LEADS)
+        # of the next item, so that reads are always under way
+        a, b, c, d = _load(
+            item + tl.num_programs(0),
+            v_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_q_ptr, seqused_k_ptr,
+            batch, heads, seqlen_q, seqlen_k, left, right, columns, stride_vb, stride_vn, stride_vh,
+            WORDS, BLOCK_WORDS, BLOCK, PACKED, TOP_LEFT, LEFT, RIGHT,
+        )  # fmt: skip
+        slots = tl.cdiv(columns * 16, BLOCK)
+        unit = item // slots
+        column = item % slots * BLOCK
+        width = columns * 4
+        targets = v_by_column_ptr + (unit.to(tl.int64) * HEAD_DIM_V * width + column // 4)
+        targets += (word * 4).to(tl.int64) * width + quad
+        # whole groups, so that stores stay wide
+        inside = (word < WORDS) & (column + quad // 4 * 16 < columns * 16)
+        tl.store(targets, _permuted(even, even_after, 0x5410, LEADS), mask=inside)
+        tl.store(targets + width, _permuted(odd, odd_after, 0x5410, LEADS), mask=inside)
+        tl.store(targets + 2 * width, _permuted(even, even_after, 0x7632, LEADS), mask=inside)
+        tl.store(targets + 3 * width, _permuted(odd, odd_after, 0x7632, LEADS), mask=inside)
+        if LEADS:
+            tl.debug_barrier()  # every thread's stores come before the count
+            section = counter_ptr + FIRST_SECTION + unit // section_units
+            tl.atomic_add(section, 1, sem="release")
 
 
 def by_column_shape(call: Call, block: int) -> tuple[int, int, int, int]:
@@ -181,24 +244,58 @@ def keys_seen(call: Call) -> tuple[int, int]:
     return begin, end
 
 
-def by_column(call: Call, block: int, num_warps: int = 4) -> Launch:
-    """The launch that writes V^T: called with (v, v_by_column, cu_seqlens and seqused of q and k).
+@dataclass(frozen=True)
+class Turning:
+    """How V is turned.
+
+    Attributes:
+        block: keys of an item; of packed input, what sequences begin at multiples of.
+        warps: of a program.
+        programs: at most.
+    """
+
+    block: int
+    warps: int
+    programs: int
+
+
+# what turns V beside attention takes some 40 us on an H200 for 32 MiB: too long for short calls
+LONG = 1024  # keys
+BESIDE = Turning(block=256, warps=16, programs=32)
+
+
+def turning_of(call: Call, tiles: int, multiprocessors: int) -> Turning:
+    """Of long sequences by some multiprocessors, while attention begins on the others; else by all
+    of them, at the memory's rate.
 
     Args:
-        block: keys of a program; of packed input, what sequences begin at multiples of.
+        tiles: of queries, which blocks of attention share out. Where all take equally long, some
+            multiprocessors have one less than the others: there must be enough of these.
     """
-    shape = by_column_shape(call, block)
+    alike = call.window_left < 0 and call.window_right < 0
+    few = alike and -tiles % multiprocessors < BESIDE.programs
+    if call.packed or call.seqlen_k < LONG or few or tiles <= multiprocessors:
+        return Turning(block=128, warps=8, programs=2 * multiprocessors)
+    return BESIDE
+
+
+def by_column(call: Call, turning: Turning) -> Launch:
+    """The launch that writes V^T: called with (v, v_by_column, cu_seqlens and seqused of q and k,
+    counter)."""
+    block = turning.block
     v = call.v
+    shape = by_column_shape(call, block)
     unit = GROUP_KEYS // v.element_size()
-    slots = shape[3] // block if call.packed else triton.cdiv(shape[3], block) * call.batch
-    together = _heads_together(call)
+    counts = counted(call, block)
+    together = counts["unit_heads"]
     heads = call.num_heads_kv // together
+    items = triton.cdiv(shape[3], block) * shape[0] * heads
     return Launch(
         flashdig_fp8_values_by_column,
-        check_grid(slots * heads),
+        min(check_grid(items), turning.programs),
         {
             "batch": call.batch,
-            "num_heads_kv": heads,
+            "heads": heads,
             "seqlen_q": call.seqlen_q,
             "seqlen_k": call.seqlen_k,
             "left": max(call.window_left, 0),
@@ -207,6 +304,8 @@ def by_column(call: Call, block: int, num_warps: int = 4) -> Launch:
             "stride_vb": 0 if call.packed else v.stride(0) // unit,
             "stride_vn": v.stride(-3) // unit,
             "stride_vh": v.stride(-2) * together // unit,
+            "items": items,
+            "section_units": counts["section_heads"] // together,
             "HEAD_DIM_V": call.head_dim_v * together,
             "BLOCK": block,
             "PACKED": call.packed,
@@ -215,8 +314,21 @@ def by_column(call: Call, block: int, num_warps: int = 4) -> Launch:
             "RIGHT": call.window_right >= 0,
             "LEADS": v.device.type != "cpu",
         },
-        num_warps=num_warps,
+        num_warps=turning.warps,
     )
+
+
+def counted(call: Call, block: int) -> dict[str, int]:
+    """How items are counted, for the attention kernel: (batch, KV head) pairs of V^T that are a
+    section and a unit, and items of a unit."""
+    together = _heads_together(call)
+    batch, heads, _, keys = by_column_shape(call, block)
+    units = batch * heads // together
+    return {
+        "section_heads": triton.cdiv(units, SECTIONS.value) * together,
+        "unit_heads": together,
+        "unit_items": triton.cdiv(keys, block),
+    }
 
 
 def _heads_together(call: Call) -> int:
