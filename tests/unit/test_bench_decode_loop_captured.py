@@ -1,5 +1,7 @@
 """The bench of a captured decoding loop, on the CPU, where a captured step is the eager one."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -118,3 +120,19 @@ def test_a_captured_run_is_kept(failures, monkeypatch, tmp_path, capsys) -> None
     ]
     assert len(read_record(output).rows) == 2 + 2 * 2
     assert "8x4096, a step: flashdig" in capsys.readouterr().out
+
+
+def test_the_documented_figures_are_the_records() -> None:
+    root = Path(__file__).parents[2]
+    record = read_record(root / "benchmarks" / "results" / "nvidia-h200" / "decode-loop.json")
+    steps = [row for row in record.rows if row.get("name") == captured.STEP]
+    assert captured.table_of(steps) in (root / "docs" / "decisions" / "decode.md").read_text(
+        "utf-8"
+    )
+    ms = {
+        name: [row["ms"] for row in steps if row["features"]["competitor"] == name]
+        for name in ("flashdig", "sdpa-packed")
+    }
+    ours, peers = (", ".join(f"{x:.2f}" for x in ms[name]) for name in ms)
+    said = f"{ours} ms beside {peers} ms"
+    assert said in " ".join((root / "docs" / "inference.md").read_text("utf-8").split())

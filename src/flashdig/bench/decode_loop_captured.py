@@ -33,6 +33,8 @@ from flashdig.bench.meters import L2, Call, Clock, Prepared
 from flashdig.bench.results import timing_fields
 from flashdig.bench.timing import Timing, TimingFailure, median_ratio, rotate
 
+STEP = "decode loop, a step"
+
 
 def failures_of(
     model: Any, prompt: Any, expected: Any, tokens: int, competitors: Sequence[Competitor]
@@ -204,7 +206,7 @@ def rows_of(
         if competitor.backend is not None:
             features["sdpa_backend"] = competitor.backend
         row = common | {
-            "name": "decode loop, a step",
+            "name": STEP,
             "features": features,
             "backend": competitor.name.split("-")[0],
             "gate": failures.get(competitor.name, "ok"),
@@ -236,3 +238,32 @@ def line_of(rows: Sequence[dict[str, Any]], competitors: Sequence[Competitor]) -
             word += f" ({row['notes']})"
         words.append(word)
     return f"{ours['features']['cell']}, a step: {'; '.join(words)}"
+
+
+def table_of(rows: Sequence[dict[str, Any]]) -> str:
+    """Markdown: a line for each cell, with the time of a step and, beside the others', how many
+    times as fast ours is.
+
+    Args:
+        rows: `rows_of` cells; others are passed over.
+    """
+    cells: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        if row.get("name") == STEP:
+            cells.setdefault(row["features"]["cell"], {})[row["features"]["competitor"]] = row
+    names = [one.name for one in COMPETITORS if any(one.name in cell for cell in cells.values())]
+    lines = [f"| cell | {' | '.join(names)} |", "| --- |" + " --- |" * len(names)]
+    for cell, by_name in cells.items():
+        ours = by_name[COMPETITORS[0].name]
+        words = []
+        for name in names:
+            row = by_name.get(name, {})
+            word = f"{row['ms']:.3f} ms" if "ms" in row else "-"
+            if "ms" in row and row is ours:
+                word += f", {row['tokens_per_s']:.0f} tokens/s"
+            elif "ms" in row and "ms" in ours:
+                ratio = median_ratio(row["ms_all"], ours["ms_all"])
+                word += f", {ratio.median:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]"
+            words.append(word)
+        lines.append(f"| {cell} | {' | '.join(words)} |")
+    return "\n".join(lines)

@@ -8,8 +8,8 @@
     graph = DecodingGraph(model, InPlaceCache(model.config, max_cache_len=4096))
     tokens = graph.generate(input_ids, max_new_tokens=256)
 
-An eager step of a model of `transformers` takes the host 0.8 ms a layer, whatever the GPU does; a
-replay takes it some microseconds.
+An eager step of a model of `transformers` takes the host about a millisecond a layer, whatever the
+GPU does; a replay is one launch.
 """
 
 from __future__ import annotations
