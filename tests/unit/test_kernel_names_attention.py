@@ -1,6 +1,7 @@
 """Names of attention kernels against decodings written by hand."""
 
 import json
+import lzma
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from flashdig.readers.kernel_names import KernelName, decode
 
 DATA = Path(__file__).parent.parent / "data" / "kernel_names"
-ALL: list[str] = json.loads((DATA / "h200_recordings.json").read_text()) + [
+ALL: list[str] = json.loads(lzma.open(DATA / "h200_recordings.json.xz").read()) + [
     entry["name"] for entry in json.loads((DATA / "public.json").read_text())["names"]
 ]
 

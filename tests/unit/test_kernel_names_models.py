@@ -1,9 +1,10 @@
 """Kernel names that vision, speech and translation models brought: convolutions, layouts, sorts.
 
-All names are from recordings on an H200 (`tests/data/kernel_names/h200_recordings.json`).
+All names are from recordings on an H200 (`tests/data/kernel_names/h200_recordings.json.xz`).
 """
 
 import json
+import lzma
 import time
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 from flashdig.readers.kernel_names import KernelName, decode
 
 DATA = Path(__file__).parent.parent / "data" / "kernel_names"
-RECORDED: list[str] = json.loads((DATA / "h200_recordings.json").read_text())
+RECORDED: list[str] = json.loads(lzma.open(DATA / "h200_recordings.json.xz").read())
 
 
 def the_one(part: str) -> KernelName:
