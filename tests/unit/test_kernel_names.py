@@ -13,7 +13,7 @@ from flashdig.readers.kernel_names.mangled import readable
 from flashdig.readers.kernel_names.symbol import template_arguments
 
 DATA = Path(__file__).parent.parent / "data" / "kernel_names"
-RECORDED: list[str] = json.loads(lzma.open(DATA / "h200_recordings.json.xz").read())
+RECORDED: list[str] = json.loads(lzma.decompress((DATA / "h200_recordings.json.xz").read_bytes()))
 PUBLIC: list[str] = [e["name"] for e in json.loads((DATA / "public.json").read_text())["names"]]
 ALL = RECORDED + PUBLIC
 # ranges that the profiler draws on the device's lane; they are in the list because torch's table

@@ -9,7 +9,7 @@ import pytest
 from flashdig.readers.kernel_names import KernelName, decode
 
 DATA = Path(__file__).parent.parent / "data" / "kernel_names"
-ALL: list[str] = json.loads(lzma.open(DATA / "h200_recordings.json.xz").read()) + [
+ALL: list[str] = json.loads(lzma.decompress((DATA / "h200_recordings.json.xz").read_bytes())) + [
     entry["name"] for entry in json.loads((DATA / "public.json").read_text())["names"]
 ]
 

@@ -13,7 +13,7 @@ import pytest
 from flashdig.readers.kernel_names import KernelName, decode
 
 DATA = Path(__file__).parent.parent / "data" / "kernel_names"
-RECORDED: list[str] = json.loads(lzma.open(DATA / "h200_recordings.json.xz").read())
+RECORDED: list[str] = json.loads(lzma.decompress((DATA / "h200_recordings.json.xz").read_bytes()))
 
 
 def the_one(part: str) -> KernelName:
