@@ -14,7 +14,7 @@ from flashdig.bench.kvcache_conformance import plan
 from flashdig.bench.pairwise import feasible_pairs, pairs_of
 from flashdig.bench.results import read_record
 from flashdig.bench.rows import check_row
-from flashdig.bench.timing import TimingFailure
+from flashdig.bench.timing import TimingFailure, median_ratio
 
 
 def inputs(page_size=0):
@@ -184,3 +184,33 @@ def test_the_documented_figures_are_the_records() -> None:
     conformance = read_record(results / "kvcache-conformance.json")
     (case,) = conformance.rows_of(conformance.latest_run().run_id)
     assert f"{case['passed']:,} of {case['cases']:,} cases" in text
+
+
+def test_the_readme_says_how_decoding_stands() -> None:
+    root = Path(__file__).parents[2]
+    text = " ".join((root / "README.md").read_text("utf-8").split())
+    results = root / "benchmarks" / "results" / "nvidia-h200"
+    record = read_record(results / "decode.json")
+    runs = [record.rows_of(run.run_id) for run in record.runs]
+    graph = [rows for rows in runs if rows[0]["clock"] == "graph"][-1]
+    cells: dict = {}
+    for row in graph:
+        key = (row["features"]["cell"], row["features"]["cache"])
+        if row["backend"] != decode_goal.READ:
+            cells.setdefault(key, {})[row["backend"]] = row
+    behind = []
+    for found in cells.values():
+        own = found.pop("triton")
+        best = min(found.values(), key=lambda row: row["ms"])
+        ratio = median_ratio(best["ms_all"], own["ms_all"])
+        if ratio.high < 1:
+            behind.append(ratio.median)
+    assert f"in {len(cells) - len(behind)} of {len(cells)} cells and 1 % behind at worst" in text
+    assert round(min(behind), 2) == 0.99
+    mixed = read_record(results / "decode-mixed.json")
+    rows = mixed.rows_of(mixed.latest_run().run_id)
+    p50 = {(row["name"], row["backend"]): row["features"]["p50_us"] for row in rows}
+    ratios = [
+        p50[name, "fa3"] / ours for (name, backend), ours in p50.items() if backend == "flashdig"
+    ]
+    assert f"run at {min(ratios):.2f} to {max(ratios):.2f} of FlashAttention-3" in text
