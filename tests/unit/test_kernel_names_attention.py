@@ -343,6 +343,18 @@ OUR_KERNELS = {
         *("attention_part", "forward", None, None, None, False, None),
         "appends keys or values to a cache, or rotates queries.",
     ),
+    "flashdig_list_tiles": (
+        *("attention_part", "forward", None, None, None, False, None),
+        "lists tiles of queries of long sequences over a cache.",
+    ),
+    "flashdig_clear_slack": (
+        *("attention_part", "forward", None, None, None, False, None),
+        "clears rows of packed results that belong to no sequence.",
+    ),
+    "flashdig_fp8_values_by_column": (
+        *("attention_part", "forward", None, None, None, False, None),
+        "turns V for attention in fp8.",
+    ),
     "flashdig_plan_pieces": (
         *("attention_part", "forward", None, None, None, False, None),
         "cuts the keys of sequences of different lengths into pieces.",

@@ -48,6 +48,14 @@ _STEPS = {
     "preprocess": ("first step", "delta = rowsum(dO * O), zeros for dQ", "head_dim_v"),
     "postprocess": ("last step", "dQ from float32 sums", "head_dim"),
 }
+# whose names say nothing more
+_HELPERS = {
+    "flashdig_append_kv": "appends keys or values to a cache, or rotates queries",
+    "flashdig_clear_slack": "clears rows of packed results that belong to no sequence",
+    "flashdig_fp8_values_by_column": "turns V for attention in fp8",
+    "flashdig_list_tiles": "lists tiles of queries of long sequences over a cache",
+    "flashdig_plan_pieces": "cuts the keys of sequences of different lengths into pieces",
+}
 _GRADIENTS = {
     "backward": "backward, dq, dk and dv",
     "backward_dq": "backward, dq",
@@ -65,7 +73,24 @@ _EXHIBIT = re.compile(
 
 def decode(symbol: Symbol) -> KernelName | None:
     """A kernel of flashdig; None for anything else."""
-    return _kernel(symbol) or _delta(symbol) or _around(symbol) or _exhibit(symbol)
+    return (
+        _kernel(symbol) or _helper(symbol) or _delta(symbol) or _around(symbol) or _exhibit(symbol)
+    )
+
+
+def _helper(symbol: Symbol) -> KernelName | None:
+    words = _HELPERS.get(symbol.text)
+    if words is None:
+        return None
+    return KernelName(
+        name=symbol.name,
+        family="flashdig",
+        backend="flashdig",
+        role="attention_part",
+        pass_="forward",
+        tensor_cores=False,
+        words=sentence(f"flashdig: {words}"),
+    )
 
 
 def _kernel(symbol: Symbol) -> KernelName | None:

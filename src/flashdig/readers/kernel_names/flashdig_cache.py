@@ -1,7 +1,7 @@
 """flashdig's kernels over a key-value cache, by name.
 
 `flashdig_decode_bf16_d128_m16n128_causal_paged_split` attends, `flashdig_combine_bf16_v128` joins
-parts of the keys, `flashdig_append_kv` writes new keys and rotates.
+parts of the keys.
 """
 
 from __future__ import annotations
@@ -33,26 +33,11 @@ _DECODE = re.compile(
     r"_d(?P<d>\d{1,4})(?:v(?P<v>\d{1,4}))?_m(?P<m>\d{1,4})n(?P<n>\d{1,4})"
     rf"(?:_(?P<mask>causal|window))?(?P<features>(?:_(?:{'|'.join(_FEATURES)}))*)$"
 )
-_HELPERS = {
-    "flashdig_append_kv": "flashdig: appends keys or values to a cache, or rotates queries",
-    "flashdig_plan_pieces": "flashdig: cuts the keys of sequences of different lengths into pieces",
-}
 _COMBINE = re.compile(rf"^flashdig_combine{_DTYPE}_v(?P<v>\d{{1,4}})$")
 
 
 def decode(symbol: Symbol) -> KernelName | None:
     """A kernel over a cache; None for anything else."""
-    words = _HELPERS.get(symbol.text)
-    if words is not None:
-        return KernelName(
-            name=symbol.name,
-            family="flashdig",
-            backend="flashdig",
-            role="attention_part",
-            pass_="forward",
-            tensor_cores=False,
-            words=sentence(words),
-        )
     return _decode(symbol) or _combine(symbol)
 
 
