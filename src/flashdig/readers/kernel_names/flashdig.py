@@ -80,16 +80,24 @@ def decode(symbol: Symbol) -> KernelName | None:
 
 def _helper(symbol: Symbol) -> KernelName | None:
     words = _HELPERS.get(symbol.text)
-    if words is None:
-        return None
+    return None if words is None else part(symbol, "forward", None, words)
+
+
+def part(symbol: Symbol, pass_: Pass, dtype: str | None, what: str, *words: str) -> KernelName:
+    """A kernel beside the one that attends, without tensor cores.
+
+    Args:
+        what: what it does; words: what stands behind the dtype.
+    """
     return KernelName(
         name=symbol.name,
         family="flashdig",
         backend="flashdig",
         role="attention_part",
-        pass_="forward",
+        pass_=pass_,
+        dtype=dtype,
         tensor_cores=False,
-        words=sentence(f"flashdig: {words}"),
+        words=sentence(f"flashdig: {what}", dtype_words(dtype) if dtype else "", *words),
     )
 
 
@@ -134,22 +142,8 @@ def _delta(symbol: Symbol) -> KernelName | None:
     found = _DELTA.match(symbol.text)
     if found is None:
         return None
-    dtype = DTYPES[found["dtype"]]
-    return KernelName(
-        name=symbol.name,
-        family="flashdig",
-        backend="flashdig",
-        role="attention_part",
-        pass_="backward",
-        dtype=dtype,
-        tensor_cores=False,
-        words=sentence(
-            "flashdig: attention backward's first step",
-            "delta = rowsum(dO * O)",
-            dtype_words(dtype),
-            f"head_dim_v {found['v']}",
-        ),
-    )
+    what = "attention backward's first step, delta = rowsum(dO * O)"
+    return part(symbol, "backward", DTYPES[found["dtype"]], what, f"head_dim_v {found['v']}")
 
 
 def _around(symbol: Symbol) -> KernelName | None:
@@ -157,23 +151,9 @@ def _around(symbol: Symbol) -> KernelName | None:
     found = _AROUND.match(symbol.text)
     if found is None:
         return None
-    dtype = DTYPES[found["dtype"]]
     step, what, width = _STEPS[found["what"]]
-    return KernelName(
-        name=symbol.name,
-        family="flashdig",
-        backend="flashdig",
-        role="attention_part",
-        pass_="backward",
-        dtype=dtype,
-        tensor_cores=False,
-        words=sentence(
-            f"flashdig: attention backward's {step}",
-            what,
-            dtype_words(dtype),
-            f"{width} {found['d']}",
-        ),
-    )
+    words = f"attention backward's {step}, {what}"
+    return part(symbol, "backward", DTYPES[found["dtype"]], words, f"{width} {found['d']}")
 
 
 def _exhibit(symbol: Symbol) -> KernelName | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 
+from flashdig.readers.kernel_names.flashdig import part
 from flashdig.readers.kernel_names.kernel_name import (
     DTYPES,
     KernelName,
@@ -79,18 +80,5 @@ def _combine(symbol: Symbol) -> KernelName | None:
     found = _COMBINE.match(symbol.text)
     if found is None:
         return None
-    dtype = DTYPES[found["dtype"]]
-    return KernelName(
-        name=symbol.name,
-        family="flashdig",
-        backend="flashdig",
-        role="attention_part",
-        pass_="forward",
-        dtype=dtype,
-        tensor_cores=False,
-        words=sentence(
-            "flashdig: joins attention over parts of the keys",
-            dtype_words(dtype),
-            f"head_dim_v {found['v']}",
-        ),
-    )
+    what = "joins attention over parts of the keys"
+    return part(symbol, "forward", DTYPES[found["dtype"]], what, f"head_dim_v {found['v']}")
