@@ -28,6 +28,7 @@ SUITE = "decode-loop"
 SEED = 2026
 VOCABULARY = 32000
 TOKENS = 256
+Keep = Callable[[list[dict[str, Any]]], None]
 # of a captured generation beside an eager one, in the dtype and at the size that is timed
 GATED_TOKENS = 32
 
@@ -271,9 +272,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.captured:
         return _run_captured(given, cells, keep)
     return _run_eager(given, cells, keep)
-
-
-Keep = Callable[[list[dict[str, Any]]], None]
 
 
 def _run_eager(given: argparse.Namespace, cells: Sequence[LoopCell], keep: Keep) -> int:

@@ -232,12 +232,16 @@ def line_of(rows: Sequence[dict[str, Any]], competitors: Sequence[Competitor]) -
                 f"(prompt {row['features']['prompt_ms']:.0f} ms)"
             )
             if row is not ours and "ms" in ours:
-                ratio = median_ratio(row["ms_all"], ours["ms_all"])
-                word += f": {ratio.median:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]"
+                word += f": {_times_as_fast(ours, row)}"
         elif "notes" in row:
             word += f" ({row['notes']})"
         words.append(word)
     return f"{ours['features']['cell']}, a step: {'; '.join(words)}"
+
+
+def _times_as_fast(ours: dict[str, Any], other: dict[str, Any]) -> str:
+    ratio = median_ratio(other["ms_all"], ours["ms_all"])
+    return f"{ratio.median:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]"
 
 
 def table_of(rows: Sequence[dict[str, Any]]) -> str:
@@ -262,8 +266,7 @@ def table_of(rows: Sequence[dict[str, Any]]) -> str:
             if "ms" in row and row is ours:
                 word += f", {row['tokens_per_s']:.0f} tokens/s"
             elif "ms" in row and "ms" in ours:
-                ratio = median_ratio(row["ms_all"], ours["ms_all"])
-                word += f", {ratio.median:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]"
+                word += f", {_times_as_fast(ours, row)}"
             words.append(word)
         lines.append(f"| {cell} | {' | '.join(words)} |")
     return "\n".join(lines)
