@@ -27,7 +27,6 @@ from flashdig.kernels.gluon_api import (
 )
 from flashdig.kernels.hopper.backward_names import kernel_name
 from flashdig.kernels.hopper.backward_numbers import (
-    claim_tile,
     following_tile,
     new_numbers,
     send_tile,
@@ -38,6 +37,7 @@ from flashdig.kernels.hopper.backward_shared import Stages, of_sequence_and_head
 from flashdig.kernels.hopper.problem import Problem, key_tiles
 from flashdig.kernels.hopper.ring import leave_out, new_ring, release, take, wait_until_empty
 from flashdig.kernels.hopper.rows import Rows, load_rows, store_rows, tile_in_sections
+from flashdig.kernels.hopper.schedule import next_program
 
 ROWS = gl.constexpr(64)  # of a warpgroup
 
@@ -153,13 +153,13 @@ def _produce(
                 if numbers.COUNTED:  # noqa: SIM102 - decided when compiling
                     # as late as possible: a claimed tile waits until this one is done
                     if number == end - 1:
-                        following = claim_tile(counter_ptr)
+                        following = next_program(counter_ptr)
                 _put(key_ring, done, k_desc, key_rows, number * BLOCK_N)
                 _put(value_ring, done, v_desc, key_rows, number * BLOCK_N)
                 done += 1
             walks += 1
         elif numbers.COUNTED:
-            following = claim_tile(counter_ptr)
+            following = next_program(counter_ptr)
         tile = following
     if numbers.COUNTED:
         send_tile(numbers, told, tile)

@@ -58,12 +58,6 @@ def send_tile(numbers, count, number):
 
 
 @gluon.jit
-def claim_tile(counter_ptr):
-    """Producer: the number of a tile that no block has."""
-    return gl.num_programs(0) + gl.atomic_add(counter_ptr, 1)
-
-
-@gluon.jit
 def following_tile(numbers, count, tile):
     """Consumer: the tile after number `count` of this block, which is `tile`."""
     following = tile + gl.num_programs(0)

@@ -8,11 +8,12 @@ a warpgroup before it arrives at an mbarrier.
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashdig.kernels.gluon_api import aggregate, gl, gluon, load_tile, mbarrier
-from flashdig.kernels.hopper.backward_numbers import Numbers, claim_tile, new_numbers, send_tile
+from flashdig.kernels.hopper.backward_numbers import Numbers, new_numbers, send_tile
 from flashdig.kernels.hopper.backward_places import columns_of_tile, padded_start
 from flashdig.kernels.hopper.backward_scores import row_tiles
 from flashdig.kernels.hopper.problem import Problem
 from flashdig.kernels.hopper.rows import Rows, load_rows
+from flashdig.kernels.hopper.schedule import next_program
 
 # Hardware barriers; Triton takes 0 to 3
 MEETING = gl.constexpr(7)
@@ -203,7 +204,7 @@ def produce(
                     if shared.numbers.COUNTED:  # noqa: SIM102 - decided when compiling
                         # as late as possible: a claimed tile waits until this one is done
                         if done == last:
-                            following = claim_tile(counter_ptr)
+                            following = next_program(counter_ptr)
                             send_tile(shared.numbers, count, following)
                     _put_rows(
                         shared.rows, done, q_desc, dout_desc, lse_desc, delta_desc, query_rows,
@@ -214,7 +215,7 @@ def produce(
         elif shared.numbers.COUNTED:
             if walks == 0:
                 gdc_wait()
-            following = claim_tile(counter_ptr)
+            following = next_program(counter_ptr)
             send_tile(shared.numbers, count, following)
         count += 1
         tile = following

@@ -28,7 +28,7 @@ from flashdig.kernels.hopper.forward_launch import (
     GROUPED_BELOW,
     ROWS,
     scale_is_served,
-    score_factors,
+    score_numbers,
     tile_numbers,
 )
 from flashdig.kernels.hopper.tiles import Tile, tiles_for
@@ -240,8 +240,7 @@ def _listing(call: CacheCall, tile: ListedTile, shortest: int, order: str, follo
 
 
 def _numbers(call: CacheCall, tile: ListedTile, order: str) -> dict[str, Any]:
-    table, slopes = call.page_table, call.alibi_slopes
-    score_factor, exp_factor = score_factors(call)
+    table = call.page_table
     return {
         "batch_size": call.batch,
         "num_heads": call.num_heads // tile.group,
@@ -249,23 +248,14 @@ def _numbers(call: CacheCall, tile: ListedTile, order: str) -> dict[str, Any]:
         "seqlen_q": call.seqlen_q,
         "seqlen_k": call.capacity,
         "heads_together": 1,
-        "left": max(call.window_left, 0),
-        "right": max(call.window_right, 0),
-        "score_factor": score_factor,
-        "exp_factor": exp_factor,
-        "softcap": call.softcap,
-        "stride_slopes_b": slopes.stride(0) if slopes is not None and slopes.dim() == 2 else 0,
         "stride_table": 0 if table is None else table.stride(0),
         "num_pages": call.k.shape[0],
         "page_rows": rows_between(call.k),
         "tiles": 0,  # the list says it
+        **score_numbers(call),
         **tile_numbers(tile.tile, call.q.shape[-1], call.v.shape[-1]),
         "PACKED": call.packed,
         "GROUP": tile.group,
-        "TOP_LEFT": call.top_left,
-        "LEFT": call.window_left >= 0,
-        "RIGHT": call.window_right >= 0,
-        "SOFTCAP": call.softcap > 0.0,
         "LISTED": True,
         "PAGE_SIZE": call.page_size,
         "ORDER": order,

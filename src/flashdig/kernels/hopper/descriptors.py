@@ -5,6 +5,9 @@ Host code. The forms are those of `rows`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import triton
 
@@ -74,14 +77,8 @@ def tiles_of(
     form = _packed if x.dim() == 3 else _dense if group == 1 else _grouped
     shape, strides, rows = form(x, tile_rows, seqlen, group)
     dtype = _DTYPES[x.dtype]
-    made = {}
-    names = (name, f"{name}_rest")
-    for argument, width in zip(names, BLOCKS[padded(x.shape[-1])], strict=True):
-        if width:
-            block = [*rows, width]
-            layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
-            made[argument] = Tiles(tuple(shape), tuple(strides), tuple(block), layout)
-    return made
+    widths = _column_blocks(name, x.shape[-1])
+    return {at: _tiles(shape, strides, [*rows, width], dtype) for at, width in widths.items()}
 
 
 def cache_tiles_of(name: str, x: torch.Tensor, piece: int, *, paged: bool) -> dict[str, Tiles]:
@@ -97,19 +94,14 @@ def cache_tiles_of(name: str, x: torch.Tensor, piece: int, *, paged: bool) -> di
     rows = rows_between(x)
     if x.shape[0] * rows >= _UNBOUNDED:
         raise ValueError(f"a cache may have less than 2**31 rows here, got {x.shape[0] * rows}")
-    turn = 2**34 - of_row
-    shape = [_UNBOUNDED, _UNBOUNDED, x.shape[2], TURN, x.shape[3]]
-    strides = [turn, of_row, of_head, of_row, 1]
+    shape, strides, block = _packed_form(*x.shape[2:], of_row, of_head, piece)
     dtype = _DTYPES[x.dtype]
-    made = {}
-    names = (name, f"{name}_rest")
-    for argument, width in zip(names, BLOCKS[padded(x.shape[-1])], strict=True):
-        if width:
-            together = min(width, _SWIZZLED // x.element_size()) if paged else width
-            block = (1, 1, 1, piece, together)
-            layout = gl.NVMMASharedLayout.get_default_for(list(block), dtype)
-            made[argument] = Tiles(tuple(shape), tuple(strides), block, layout)
-    return made
+    most = _SWIZZLED // x.element_size() if paged else max(BLOCKS)
+    widths = _column_blocks(name, x.shape[-1])
+    return {
+        at: _tiles(shape, strides, [*block, min(width, most)], dtype)
+        for at, width in widths.items()
+    }
 
 
 def rows_between(cache: torch.Tensor) -> int:
@@ -127,14 +119,21 @@ def values_by_column(
     blocks of rows here."""
     _, heads, head_dim_v, keys = shape
     strides = (heads * head_dim_v * keys, head_dim_v * keys, keys, 1)
-    made = {}
-    names = (name, f"{name}_rest")
-    for argument, width in zip(names, BLOCKS[padded(head_dim_v)], strict=True):
-        if width:
-            block = (1, 1, width, tile_keys)
-            layout = gl.NVMMASharedLayout.get_default_for(list(block), gl.float8e4nv)
-            made[argument] = Tiles(shape, strides, block, layout)
-    return made
+    return {
+        at: _tiles(shape, strides, [1, 1, width, tile_keys], gl.float8e4nv)
+        for at, width in _column_blocks(name, head_dim_v).items()
+    }
+
+
+def _column_blocks(name: str, head_dim: int) -> dict[str, int]:
+    """The arguments of a tensor's column blocks, and the widths of these."""
+    first, rest = BLOCKS[padded(head_dim)]
+    return {name: first, f"{name}_rest": rest} if rest else {name: first}
+
+
+def _tiles(shape: Sequence[int], strides: Sequence[int], block: list[int], dtype: Any) -> Tiles:
+    layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
+    return Tiles(tuple(shape), tuple(strides), tuple(block), layout)
 
 
 Form = tuple[list[int], list[int], list[int]]
@@ -161,12 +160,16 @@ def _packed(x: torch.Tensor, tile_rows: int, seqlen: int | None, group: int) -> 
     if total > TURN:
         raise ValueError(f"packed tensors may have at most 2**30 rows on this backend, got {total}")
     of_row, of_head, _ = _strides(x)
-    turn = 2**34 - of_row
     if group > 1:
         shape = [_UNBOUNDED, _UNBOUNDED, TURN, heads, head_dim]
-        return shape, [turn, of_row, of_row, of_head, 1], [1, 1, tile_rows // group, group]
+        strides = [2**34 - of_row, of_row, of_row, of_head, 1]
+        return shape, strides, [1, 1, tile_rows // group, group]
+    return _packed_form(heads, head_dim, of_row, of_head, tile_rows)
+
+
+def _packed_form(heads: int, head_dim: int, of_row: int, of_head: int, tile_rows: int) -> Form:
     shape = [_UNBOUNDED, _UNBOUNDED, heads, TURN, head_dim]
-    return shape, [turn, of_row, of_head, of_row, 1], [1, 1, 1, tile_rows]
+    return shape, [2**34 - of_row, of_row, of_head, of_row, 1], [1, 1, 1, tile_rows]
 
 
 def _strides(x: torch.Tensor) -> list[int]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import triton
 
-from flashdig.kernels.hopper.chip import heads_together, multiprocessors
+from flashdig.kernels.hopper.chip import L2_BYTES, heads_together, multiprocessors
 from flashdig.kernels.hopper.counters import counter_for
 from flashdig.kernels.hopper.descriptors import fits_into, taken_by_tma, tiles_of
 from flashdig.kernels.hopper.forward import flashdig_hopper_forward
@@ -220,37 +220,45 @@ def tiles_of_queries(call: Call, tile: Tile, group: int) -> int:
     return triton.cdiv(call.seqlen_q * triton.next_power_of_2(group), block_m) * heads * call.batch
 
 
-def numbers_of(call: Call, tile: Tile, group: int) -> dict[str, Any]:
+def numbers_of(call: Call, tile: Tile, group: int, *, l2_bytes: int = L2_BYTES) -> dict[str, Any]:
+    """l2_bytes: of K and V that heads walked side by side share, under causality."""
     heads = call.num_heads // group
-    slopes = call.alibi_slopes
-    score_factor, exp_factor = score_factors(call)
     return {
         "batch_size": call.batch,
         "num_heads": heads,
         "group_size": call.num_heads // call.num_heads_kv,
         "seqlen_q": call.seqlen_q,
         "seqlen_k": call.seqlen_k,
-        "heads_together": _heads_together(call, heads),
+        "heads_together": _heads_together(call, heads, l2_bytes),
+        "stride_table": 0,
+        "num_pages": 0,
+        "page_rows": 0,
+        "tiles": tiles_of_queries(call, tile, group),
+        **score_numbers(call),
+        **tile_numbers(tile, call.head_dim, call.head_dim_v),
+        "PACKED": call.packed,
+        "GROUP": triton.next_power_of_2(group),
+        "LISTED": False,
+        "PAGE_SIZE": 0,
+        "ORDER": "none",
+    }
+
+
+def score_numbers(call: Call | CacheCall) -> dict[str, Any]:
+    """What the kernel takes of the mask and of what makes scores of products."""
+    slopes = call.alibi_slopes
+    score_factor, exp_factor = _score_factors(call)
+    return {
         "left": max(call.window_left, 0),
         "right": max(call.window_right, 0),
         "score_factor": score_factor,
         "exp_factor": exp_factor,
         "softcap": call.softcap,
         "stride_slopes_b": slopes.stride(0) if slopes is not None and slopes.dim() == 2 else 0,
-        "stride_table": 0,
-        "num_pages": 0,
-        "page_rows": 0,
-        "tiles": tiles_of_queries(call, tile, group),
-        **tile_numbers(tile, call.head_dim, call.head_dim_v),
-        "PACKED": call.packed,
-        "GROUP": triton.next_power_of_2(group),
         "TOP_LEFT": call.top_left,
         "LEFT": call.window_left >= 0,
         "RIGHT": call.window_right >= 0,
         "SOFTCAP": call.softcap > 0.0,
-        "LISTED": False,
-        "PAGE_SIZE": 0,
-        "ORDER": "none",
     }
 
 
@@ -280,14 +288,19 @@ def _keys_seen(call: Call) -> int:
     return min(call.seqlen_k, call.seqlen_q + offset + call.window_right)
 
 
-def _heads_together(call: Call, heads: int) -> int:
+def _heads_together(call: Call, heads: int, l2_bytes: int) -> int:
     """Heads whose rows are walked together: they share K and V."""
     head_bytes = call.seqlen_k * (call.head_dim + call.head_dim_v) * call.k.element_size()
-    causal = call.window_right >= 0
-    return heads_together(call.batch * heads, head_bytes, causal=causal, packed=call.packed)
+    return heads_together(
+        call.batch * heads,
+        head_bytes,
+        causal=call.window_right >= 0,
+        packed=call.packed,
+        l2_bytes=l2_bytes,
+    )
 
 
-def score_factors(call: Call | CacheCall) -> tuple[float, float]:
+def _score_factors(call: Call | CacheCall) -> tuple[float, float]:
     """(score_factor, exp_factor) of `problem.Problem`."""
     if call.softcap > 0.0:
         return call.softmax_scale / call.softcap, LOG2_E

@@ -40,6 +40,20 @@ def _put(ring, step, descs, rows, pages, numbers, start_n, PAGED: gl.constexpr):
 
 
 @gluon.jit
+def put_queries(
+    q_descs, q_tiles, q_full, q_empty, place, sizes, count, CONSUMERS: gl.constexpr
+):  # fmt: skip
+    """Start copying the queries of tile number `count`, each consumer's once it has room."""
+    Q_BUFFERS: gl.constexpr = q_tiles[0].shape[0] // CONSUMERS
+    rows = rows_of_queries(place, sizes)
+    for c in gl.static_range(CONSUMERS):
+        buffer = c * Q_BUFFERS + count % Q_BUFFERS
+        mbarrier.wait(q_empty.index(buffer), ((count // Q_BUFFERS) & 1) ^ 1)
+        row = place.start_m + c * ROWS
+        load_blocks(q_descs, rows, row, q_full.index(buffer), tile_at(q_tiles, buffer))
+
+
+@gluon.jit
 def produce(
     q_descs, k_descs, v_descs, q_tiles, q_full, q_empty, keys, values, mail, sizes, terms,
     lengths, cache, counter_ptr, tiles, CONSUMERS: gl.constexpr, JOINT: gl.constexpr,
@@ -53,12 +67,10 @@ def produce(
         counter_ptr: by which blocks share out the tiles; the list, where there is one.
         tiles: how many, where no list says it.
     """
-    Q_BUFFERS: gl.constexpr = q_tiles[0].shape[0] // CONSUMERS
     GROUP: gl.constexpr = sizes.GROUP
     BLOCK_M: gl.constexpr = ROWS * CONSUMERS
     BLOCK_N: gl.constexpr = keys.tiles[0].shape[1]
     PAGED: gl.constexpr = sizes.PAGE_SIZE > 0
-    RAGGED: gl.constexpr = sizes.PACKED or sizes.LISTED
     if sizes.LISTED:
         tiles = gl.load(counter_ptr + 2) * sizes.num_heads
     program = gl.program_id(0)
@@ -71,12 +83,11 @@ def produce(
         else:
             place = place_of(sizes, program, lengths, BLOCK_M)
         if place.start_m < place.seqlen_q * GROUP:
-            send(mail, count, place, RAGGED)
+            send(mail, count, place, sizes)
             problem = problem_of(sizes, place, terms, None)
             first, _, _, end = key_tiles(problem, place.start_m // GROUP, BLOCK_M // GROUP, BLOCK_N)
             head_kv = place.head if GROUP > 1 else place.head // terms.group_size
-            query_rows = rows_of_queries(place, sizes)
-            key_rows = Rows(place.batch, head_kv, place.first_k, place.seqlen_k, RAGGED, 1)
+            key_rows = Rows(place.batch, head_kv, place.first_k, place.seqlen_k, sizes.RAGGED, 1)
             pages = key_rows
             numbers = place.batch
             if PAGED:
@@ -84,13 +95,7 @@ def produce(
                 numbers = page_numbers(pages, k_descs[0], (end - 1) * BLOCK_N, BLOCK_N)
             # the first keys find room before the queries do
             _put(keys, done, k_descs, key_rows, pages, numbers, (end - 1) * BLOCK_N, PAGED)
-            for c in gl.static_range(CONSUMERS):
-                buffer = c * Q_BUFFERS + count % Q_BUFFERS
-                mbarrier.wait(q_empty.index(buffer), ((count // Q_BUFFERS) & 1) ^ 1)
-                row = place.start_m + c * ROWS
-                load_blocks(
-                    q_descs, query_rows, row, q_full.index(buffer), tile_at(q_tiles, buffer)
-                )
+            put_queries(q_descs, q_tiles, q_full, q_empty, place, sizes, count, CONSUMERS)
             steps = end - first
             for step in range(steps):
                 # claimed late: a block that took its next tile while it walks a long one would

@@ -27,7 +27,6 @@ from flashdig.kernels.gluon_api import (
 from flashdig.kernels.hopper.columns import (
     blocks_of,
     leave_out_blocks,
-    load_blocks,
     new_block_ring,
     new_tiles,
     put_blocks,
@@ -44,10 +43,9 @@ from flashdig.kernels.hopper.forward import (
     ROWS,
     consumer_span,
     first_scores,
-    problem_of,
     row_statistics,
-    rows_of_queries,
 )
+from flashdig.kernels.hopper.forward_producer import put_queries
 from flashdig.kernels.hopper.fp8_columns import (
     as_operand,
     clear_counts,
@@ -60,8 +58,8 @@ from flashdig.kernels.hopper.fp8_columns import (
     wait_for_values,
 )
 from flashdig.kernels.hopper.fp8_softmax import P_FACTOR, online_softmax
-from flashdig.kernels.hopper.problem import Terms, final_scores, key_tiles, masked
-from flashdig.kernels.hopper.rows import Rows
+from flashdig.kernels.hopper.problem import Terms, final_scores, key_tiles, masked, problem_of
+from flashdig.kernels.hopper.rows import Rows, rows_of_queries
 from flashdig.kernels.hopper.schedule import (
     NO_TILE,
     Sizes,
@@ -113,7 +111,6 @@ def _produce(
     lengths, counter_ptr, tiles, section_heads, unit_heads, unit_items, CONSUMERS: gl.constexpr,
     VALUE_SLOT: gl.constexpr, JOINT: gl.constexpr,
 ):  # fmt: skip
-    Q_BUFFERS: gl.constexpr = q_tiles[0].shape[0] // CONSUMERS
     GROUP: gl.constexpr = sizes.GROUP
     BLOCK_M: gl.constexpr = ROWS * CONSUMERS
     BLOCK_N: gl.constexpr = keys.tiles[0].shape[1]
@@ -125,11 +122,10 @@ def _produce(
         following = program
         place = place_of(sizes, program, lengths, BLOCK_M)
         if place.start_m < place.seqlen_q * GROUP:
-            send(mail, count, place, sizes.PACKED)
+            send(mail, count, place, sizes)
             problem = problem_of(sizes, place, terms, None)
             first, _, _, end = key_tiles(problem, place.start_m // GROUP, BLOCK_M // GROUP, BLOCK_N)
             head_kv = place.head if GROUP > 1 else place.head // terms.group_size
-            query_rows = rows_of_queries(place, sizes)
             key_rows = Rows(place.batch, head_kv, place.first_k, place.seqlen_k, sizes.PACKED, 1)
             value_batch = place.batch
             first_value = place.start_m * 0
@@ -140,13 +136,7 @@ def _produce(
                 )
             # the first keys before Q, whose memory the tile before frees last
             put_blocks(keys, done, k_descs, key_rows, (end - 1) * BLOCK_N)
-            for c in gl.static_range(CONSUMERS):
-                buffer = c * Q_BUFFERS + count % Q_BUFFERS
-                mbarrier.wait(q_empty.index(buffer), ((count // Q_BUFFERS) & 1) ^ 1)
-                row = place.start_m + c * ROWS
-                load_blocks(
-                    q_descs, query_rows, row, q_full.index(buffer), tile_at(q_tiles, buffer)
-                )
+            put_queries(q_descs, q_tiles, q_full, q_empty, place, sizes, count, CONSUMERS)
             heads_kv = sizes.num_heads if GROUP > 1 else sizes.num_heads // terms.group_size
             section = (value_batch * heads_kv + head_kv) // section_heads
             steps = end - first

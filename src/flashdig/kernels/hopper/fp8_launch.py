@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from flashdig.kernels.hopper.chip import heads_together, multiprocessors
+from flashdig.kernels.hopper.chip import multiprocessors
 from flashdig.kernels.hopper.counters import counter_for
 from flashdig.kernels.hopper.descriptors import taken_by_tma, tiles_of, values_by_column
 from flashdig.kernels.hopper.forward_launch import (
@@ -162,16 +162,8 @@ class _Fp8Plan:
         self._blocks = ("q_desc_rest" in tiles, "v_desc_rest" in tiles)
         # what only the kernel for 16 bits asks for is left out
         known = set(flashdig_hopper_fp8_forward.arg_names)
-        numbers = {n: x for n, x in numbers_of(call, tile, group).items() if n in known}
-        numbers |= counted(call, slot)
-        head_bytes = call.seqlen_k * (call.head_dim + call.head_dim_v)
-        numbers["heads_together"] = heads_together(
-            call.batch * call.num_heads // group,
-            head_bytes,
-            causal=call.window_right >= 0,
-            packed=call.packed,
-            l2_bytes=_L2_BYTES,
-        )
+        shared = numbers_of(call, tile, group, l2_bytes=_L2_BYTES)
+        numbers = {n: x for n, x in shared.items() if n in known} | counted(call, slot)
         self._launch = Launch(
             flashdig_hopper_fp8_forward,
             min(tiles_of_all, multiprocessors(device)),

@@ -57,6 +57,7 @@ class Sizes:
         GROUP: rows of a tile that belong to one query.
         LISTED: the device made a list of the tiles (`tile_list`), whose keys lie in a cache.
         PAGE_SIZE: of the cache; 0 where it has a row for each sequence.
+        RAGGED: sequences differ in length.
     """
 
     batch_size: gl.tensor
@@ -73,6 +74,7 @@ class Sizes:
     RIGHT: gl.constexpr
     LISTED: gl.constexpr
     PAGE_SIZE: gl.constexpr
+    RAGGED: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
@@ -106,6 +108,7 @@ class Sizes:
         self.RIGHT = gl.constexpr(RIGHT)
         self.LISTED = gl.constexpr(LISTED)
         self.PAGE_SIZE = gl.constexpr(PAGE_SIZE)
+        self.RAGGED = gl.constexpr(PACKED or LISTED)
 
 
 @aggregate
@@ -149,14 +152,14 @@ def _read(mail, slot, FIELD: gl.constexpr):
 
 
 @gluon.jit
-def send(mail, count, place, RAGGED: gl.constexpr):
-    """Producer: place number `count`. RAGGED: sequences differ in length."""
+def send(mail, count, place, sizes):
+    """Producer: place number `count`; dense input has the same sequence everywhere."""
     slot = count % SENT_AHEAD
     mbarrier.wait(mail.empty.index(slot), ((count // SENT_AHEAD) & 1) ^ 1)
     _write(mail, slot, 0, place.batch)
     _write(mail, slot, 1, place.head)
     _write(mail, slot, 2, place.start_m)
-    if RAGGED:
+    if sizes.RAGGED:
         _write(mail, slot, 3, place.first_q)
         _write(mail, slot, 4, place.seqlen_q)
         _write(mail, slot, 5, place.first_k)
@@ -170,7 +173,7 @@ def send_end(mail, count, sizes):
     """Producer: no tile is left."""
     zero = count * 0
     end = Place(zero, zero, zero + NO_TILE, zero, zero, zero, zero, zero)
-    send(mail, count, end, sizes.PACKED or sizes.LISTED)
+    send(mail, count, end, sizes)
 
 
 @gluon.jit
@@ -181,7 +184,7 @@ def receive(mail, count, sizes):
     batch = _read(mail, slot, 0)
     head = _read(mail, slot, 1)
     start_m = _read(mail, slot, 2)
-    if sizes.PACKED or sizes.LISTED:
+    if sizes.RAGGED:
         first_q = _read(mail, slot, 3)
         seqlen_q = _read(mail, slot, 4)
         first_k = _read(mail, slot, 5)

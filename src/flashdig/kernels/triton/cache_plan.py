@@ -156,7 +156,7 @@ def plan_cache_operator(
     if call.empty or call.copies(attended):
         return None
     append = rotate = None
-    dtype = out_dtype or (torch.bfloat16 if q.element_size() == 1 else q.dtype)
+    dtype = call.out_dtype(out_dtype)
     schedule = schedule_of(call, num_splits, batch_invariant, out_dtype=dtype)
     if k is not None:
         settings = {"capacity": call.capacity, "interleaved": rotary_interleaved}

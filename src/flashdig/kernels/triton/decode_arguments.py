@@ -110,6 +110,10 @@ class CacheCall:
     def out_shape(self) -> tuple[int, ...]:
         return (*self.q.shape[:-1], self.v.shape[-1])
 
+    def out_dtype(self, wanted: torch.dtype | None) -> torch.dtype:
+        """Of the result: that of q where none is wanted, bfloat16 for fp8."""
+        return wanted or (torch.bfloat16 if self.q.element_size() == 1 else self.q.dtype)
+
     @property
     def lse_shape(self) -> tuple[int, ...]:
         if self.packed:

@@ -107,7 +107,7 @@ def cache_attention(
         allow_tf32=allow_tf32,
         seqlen_new=seqlen_new,
     )
-    dtype = out_dtype or (torch.bfloat16 if q.element_size() == 1 else q.dtype)
+    dtype = call.out_dtype(out_dtype)
     if call.empty:
         return _without_keys(call, dtype)
     schedule = schedule_of(call, num_splits, batch_invariant, tile, ragged, arch, dtype)
@@ -176,7 +176,7 @@ def schedule_of(
     splits = _splits(call, tile, num_splits, batch_invariant)
     free = num_splits == 0 and not batch_invariant
     if chosen and num_splits < 2 and not batch_invariant and ragged is not False:
-        apart = _listed_schedule(call, arch, tile, free, out_dtype or call.q.dtype)
+        apart = _listed_schedule(call, arch, tile, free, call.out_dtype(out_dtype))
         if apart is None and free and may_hold_chunks(call):
             apart = _mixed_schedule(call, arch)
         if apart is not None:
@@ -211,7 +211,7 @@ def _listed_schedule(
         tile = _low_tile(call, arch)
         if not fits_short(call, tile):
             return None
-    return Schedule(tile, 1, 0, True, _ordered(call, arch), None, False, listed, short)
+    return Schedule(tile, 1, 0, True, _ordered(call, arch), listed=listed, short=short)
 
 
 def _mixed_schedule(call: CacheCall, arch: str) -> Schedule | None:
