@@ -22,6 +22,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "sm_90": {"page": 16, "dim": 64, "append": True},
     "sm_90, mixed": {"page": 16, "dim": 64, "queries": [1, 300]},
     "sm_90, listed": {"page": 16, "dim": 64, "queries": [1, 2400]},
+    "sm_90, pieces": {"page": 16, "dim": 128, "append": True, "free": True},
     "sm_100": {"dim": 32, "tokens": 64, "invariant": True},
     "sm_120": {"dim": 32, "dtype": torch.float16, "page": 16, "ragged": True},
 }
@@ -52,7 +53,7 @@ def launch(name: str, arch: str) -> None:
         meta(*rows, HEADS, dim, dtype=dtype), k, v, lengths, None, None, table, None, None,
         offsets, *(None,) * 6, softmax_scale=0.1, softcap=0.0, window_left=-1, window_right=0,
         top_left=False, allow_tf32=False, seqlen_new=tokens,
-        num_splits=0 if call.get("invariant") or packed else 2,
+        num_splits=0 if call.get("invariant") or call.get("free") or packed else 2,
         batch_invariant=call.get("invariant", False), ragged=call.get("ragged"), arch=arch,
     )  # fmt: skip
 

@@ -23,6 +23,7 @@ __all__ = [
     "load_tile",
     "load_to_shared",
     "mbarrier",
+    "meet_in_partition",
     "mma_v2",
     "reinterpreted",
     "store_tile",
@@ -48,6 +49,9 @@ wait_for_tile_stores = tma.store_wait
 # (shared memory, dtype, shape, layout) -> the same memory seen so; public since Triton 3.9
 _memory: Any = vars(gl)["shared_memory_descriptor"]
 reinterpreted = getattr(_memory, "reinterpret", None) or _memory._reinterpret
+
+# where the warps of a partition wait for one another; Triton 3.9 renamed it
+meet_in_partition = getattr(gl, "barrier", None) or gl.thread_barrier
 
 # a class whose members travel together through device functions; not public in any release yet
 aggregate = triton.language.core._aggregate

@@ -74,7 +74,7 @@ def choose_tile(
             average, or as a guess where the device alone knows.
         beside: others decode beside them, on multiprocessors that they leave.
     """
-    if not _is_served(call, out_dtype):
+    if not is_served(call, out_dtype):
         return None
     processors = multiprocessors(call.q.device)
     wanted = processors * LEAST_FILL[padded(max(call.q.shape[-1], call.v.shape[-1]))]
@@ -97,14 +97,15 @@ def choose_tile(
         if tile.consumers > 2:
             three = _THREE_BESIDE if hidden else _THREE_CONSUMERS
             cost /= _THREE_96 if padded(call.q.shape[-1]) == 96 else three
-        fits = _piece(call, tile) >= LEAST_PIECE and slots(call, listed) <= MAX_LISTED_SLOTS
+        copied = keys_of_copy(call, tile.block_n)
+        fits = copied >= LEAST_PIECE and slots(call, listed) <= MAX_LISTED_SLOTS
         # of equals the last, which is that for few rows
         if fits and tiles + others >= wanted and cost <= least:
             best, least = listed, cost
     return best
 
 
-def _is_served(call: CacheCall, out_dtype: torch.dtype) -> bool:
+def is_served(call: CacheCall, out_dtype: torch.dtype) -> bool:
     q, k, v = call.q, call.k, call.v
     between = rows_between(k)
     widths = max(q.shape[-1], v.shape[-1])
@@ -138,8 +139,9 @@ def slots(call: CacheCall, listed: ListedTile) -> int:
     return triton.cdiv(rows, listed.block_m) * call.batch
 
 
-def _piece(call: CacheCall, tile: Tile) -> int:
-    return math.gcd(call.page_size, tile.block_n) if call.page_size else tile.block_n
+def keys_of_copy(call: CacheCall, block_n: int) -> int:
+    """Keys that are copied at once: what a tile and a page have in common."""
+    return math.gcd(call.page_size, block_n) if call.page_size else block_n
 
 
 class ListedAttention:
@@ -166,7 +168,7 @@ class ListedAttention:
     ) -> None:
         self.count = LIST_HEAD.value + TILE_FIELDS.value * slots(call, tile)
         self.listing = _listing(call, tile, shortest, orders[0], follows)
-        piece, paged = _piece(call, tile.tile), call.page_size > 0
+        piece, paged = keys_of_copy(call, tile.tile.block_n), call.page_size > 0
         group = tile.group
         out = torch.empty(call.out_shape, dtype=call.q.dtype, device="meta")
         tiles = {

@@ -13,7 +13,8 @@ import torch
 
 from flashdig.kernels.launch import current_stream
 
-COUNTERS = 4096  # of a slab
+COUNTERS = 4096  # of a slab, unless they are large
+_SLAB_NUMBERS = 2**20
 _SPACING = 4  # numbers from one counter to the next: 16 bytes, so that all are aligned alike
 
 _of_stream: dict[tuple[int, int, int], torch.Tensor] = {}
@@ -25,16 +26,17 @@ class _Slab:
 
     def __init__(self, spacing: int) -> None:
         self._spacing = spacing
+        self._count = max(1, min(COUNTERS, _SLAB_NUMBERS // spacing))
         self._numbers: torch.Tensor | None = None
         self._used = 0
 
     def take(self, device: torch.device) -> torch.Tensor:
         numbers = self._numbers
-        if numbers is None or self._used == COUNTERS:
+        if numbers is None or self._used == self._count:
             if torch.cuda.is_current_stream_capturing():
                 # memory of the graph's own, which it clears at every replay
                 return torch.zeros(self._spacing, dtype=torch.int32, device=device)
-            numbers = torch.zeros(COUNTERS * self._spacing, dtype=torch.int32, device=device)
+            numbers = torch.zeros(self._count * self._spacing, dtype=torch.int32, device=device)
             torch.cuda.current_stream(device).synchronize()  # before another stream uses one
             self._numbers, self._used = numbers, 0
         begin = self._used * self._spacing

@@ -64,6 +64,25 @@ def page_numbers(pages, desc, start_n, BLOCK_N: gl.constexpr):
 @gluon.jit
 def put_pages(ring, step, descs, pages, numbers, start_n):
     """Producer: `columns.put_blocks` of the keys from start_n on, whose pages are `numbers`."""
+    full, tile = _expected(ring, step, descs)
+    _load_pages(descs[0], pages, numbers, start_n, 0, full, tile[0])
+    if len(descs) == 2:
+        _load_pages(descs[1], pages, numbers, start_n, tile[0].shape[1], full, tile[1])
+
+
+@gluon.jit
+def put_pieces(ring, step, descs, rows, start_n):
+    """Producer: `columns.put_blocks` of a cache's rows from start_n on, by descriptors of pieces:
+    both halves of a row come one soon after the other, which the memory likes better."""
+    full, tile = _expected(ring, step, descs)
+    _load_pieces(descs[0], rows, start_n, 0, full, tile[0])
+    if len(descs) == 2:
+        _load_pieces(descs[1], rows, start_n, tile[0].shape[1], full, tile[1])
+
+
+@gluon.jit
+def _expected(ring, step, descs):
+    """(barrier, tile) of number `step`, empty; the barrier knows all bytes of the tile."""
     full = wait_until_empty(ring.ring, step)
     tile = tile_at(ring.tiles, step % ring.ring.STAGES)
     ROWS: gl.constexpr = tile[0].shape[0]
@@ -74,29 +93,57 @@ def put_pages(ring, step, descs, pages, numbers, start_n):
     else:
         REST: gl.constexpr = tile[1].shape[1]
         mbarrier.expect(full, ROWS * (COLUMNS + REST) * bytes_of)
-    _load_pages(descs[0], pages, numbers, start_n, 0, full, tile[0])
-    if len(descs) == 2:
-        _load_pages(descs[1], pages, numbers, start_n, COLUMNS, full, tile[1])
+    return full, tile
+
+
+@gluon.jit
+def _parts_of(tile, desc):
+    """The memory of a tile by pieces, (width, piece): columns that are kept together lie behind one
+    another, all rows of each."""
+    BLOCK: gl.constexpr = desc.block_type.shape
+    PIECE: gl.constexpr = BLOCK[len(BLOCK) - 2]
+    WIDTH: gl.constexpr = BLOCK[len(BLOCK) - 1]
+    COUNT: gl.constexpr = tile.shape[0] // PIECE * (tile.shape[1] // WIDTH)
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PIECE, WIDTH], desc.dtype)
+    return reinterpreted(tile, desc.dtype, [COUNT, PIECE, WIDTH], layout)
+
+
+@gluon.jit
+def _load_piece(
+    desc, head, end, place, COLUMN: gl.constexpr, PIECE_NUMBER: gl.constexpr, barrier, tile
+):
+    """One piece of a tile, all its columns; `end` and `place`: see `rows`, of packed rows."""
+    BLOCK: gl.constexpr = desc.block_type.shape
+    WIDTH: gl.constexpr = BLOCK[len(BLOCK) - 1]
+    PIECES: gl.constexpr = tile.shape[0] // BLOCK[len(BLOCK) - 2]
+    parts = _parts_of(tile, desc)
+    for width in gl.static_range(tile.shape[1] // WIDTH):
+        part = as_block_of(parts.index(width * PIECES + PIECE_NUMBER), desc)
+        load_tile(desc, (TURN, end, head, place, COLUMN + width * WIDTH), barrier, part)
 
 
 @gluon.jit
 def _load_pages(desc, pages, numbers, start_n, COLUMN: gl.constexpr, barrier, tile):
     BLOCK: gl.constexpr = desc.block_type.shape
     PIECE: gl.constexpr = BLOCK[len(BLOCK) - 2]
-    WIDTH: gl.constexpr = BLOCK[len(BLOCK) - 1]
-    PIECES: gl.constexpr = tile.shape[0] // PIECE
-    WIDTHS: gl.constexpr = tile.shape[1] // WIDTH
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PIECE, WIDTH], desc.dtype)
-    # columns that are kept together lie behind one another, all rows of each
-    parts = reinterpreted(tile, desc.dtype, [WIDTHS * PIECES, PIECE, WIDTH], layout)
     lanes = _lanes()
-    for piece in gl.static_range(PIECES):
-        number = gl.max(gl.where(lanes == piece, numbers, NO_PAGE), 0)
-        key = start_n + piece * PIECE
-        row = key % pages.PAGE_SIZE
-        used = gl.minimum(gl.maximum(pages.length - (key - row), 0), pages.PAGE_SIZE)
-        used = gl.where(number == NO_PAGE, 0, used)
-        end = gl.maximum(number, 0) * pages.rows + used
-        for width in gl.static_range(WIDTHS):
-            place = (TURN, end, pages.head, TURN - used + row, COLUMN + width * WIDTH)
-            load_tile(desc, place, barrier, as_block_of(parts.index(width * PIECES + piece), desc))
+    keys = start_n + lanes * PIECE
+    row = keys % pages.PAGE_SIZE
+    used = gl.minimum(gl.maximum(pages.length - (keys - row), 0), pages.PAGE_SIZE)
+    used = gl.where(numbers == NO_PAGE, 0, used)
+    ends = gl.maximum(numbers, 0) * pages.rows + used
+    places = TURN - used + row
+    for piece in gl.static_range(tile.shape[0] // PIECE):
+        end = gl.max(gl.where(lanes == piece, ends, 0), 0)
+        place = gl.max(gl.where(lanes == piece, places, 0), 0)
+        _load_piece(desc, pages.head, end, place, COLUMN, piece, barrier, tile)
+
+
+@gluon.jit
+def _load_pieces(desc, rows, start_n, COLUMN: gl.constexpr, barrier, tile):
+    BLOCK: gl.constexpr = desc.block_type.shape
+    PIECE: gl.constexpr = BLOCK[len(BLOCK) - 2]
+    end = rows.first + rows.length
+    place = TURN - rows.length + start_n
+    for piece in gl.static_range(tile.shape[0] // PIECE):
+        _load_piece(desc, rows.head, end, place + piece * PIECE, COLUMN, piece, barrier, tile)

@@ -140,13 +140,13 @@ def new_mail(CONSUMERS: gl.constexpr):
 
 
 @gluon.jit
-def _write(mail, slot, FIELD: gl.constexpr, number):
+def write_mail(mail, slot, FIELD: gl.constexpr, number):
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     mail.fields.index(slot * FIELDS + FIELD).store(gl.full([1], 0, gl.int32, layout) + number)
 
 
 @gluon.jit
-def _read(mail, slot, FIELD: gl.constexpr):
+def read_mail(mail, slot, FIELD: gl.constexpr):
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     return gl.max(mail.fields.index(slot * FIELDS + FIELD).load(layout), 0)
 
@@ -156,15 +156,15 @@ def send(mail, count, place, sizes):
     """Producer: place number `count`; dense input has the same sequence everywhere."""
     slot = count % SENT_AHEAD
     mbarrier.wait(mail.empty.index(slot), ((count // SENT_AHEAD) & 1) ^ 1)
-    _write(mail, slot, 0, place.batch)
-    _write(mail, slot, 1, place.head)
-    _write(mail, slot, 2, place.start_m)
+    write_mail(mail, slot, 0, place.batch)
+    write_mail(mail, slot, 1, place.head)
+    write_mail(mail, slot, 2, place.start_m)
     if sizes.RAGGED:
-        _write(mail, slot, 3, place.first_q)
-        _write(mail, slot, 4, place.seqlen_q)
-        _write(mail, slot, 5, place.first_k)
-        _write(mail, slot, 6, place.seqlen_k)
-        _write(mail, slot, 7, place.offset)
+        write_mail(mail, slot, 3, place.first_q)
+        write_mail(mail, slot, 4, place.seqlen_q)
+        write_mail(mail, slot, 5, place.first_k)
+        write_mail(mail, slot, 6, place.seqlen_k)
+        write_mail(mail, slot, 7, place.offset)
     mbarrier.arrive(mail.full.index(slot), count=1)
 
 
@@ -181,15 +181,15 @@ def receive(mail, count, sizes):
     """Consumer: place number `count`."""
     slot = count % SENT_AHEAD
     mbarrier.wait(mail.full.index(slot), (count // SENT_AHEAD) & 1)
-    batch = _read(mail, slot, 0)
-    head = _read(mail, slot, 1)
-    start_m = _read(mail, slot, 2)
+    batch = read_mail(mail, slot, 0)
+    head = read_mail(mail, slot, 1)
+    start_m = read_mail(mail, slot, 2)
     if sizes.RAGGED:
-        first_q = _read(mail, slot, 3)
-        seqlen_q = _read(mail, slot, 4)
-        first_k = _read(mail, slot, 5)
-        seqlen_k = _read(mail, slot, 6)
-        offset = _read(mail, slot, 7)
+        first_q = read_mail(mail, slot, 3)
+        seqlen_q = read_mail(mail, slot, 4)
+        first_k = read_mail(mail, slot, 5)
+        seqlen_k = read_mail(mail, slot, 6)
+        offset = read_mail(mail, slot, 7)
     else:
         first_q = start_m * 0
         seqlen_q = sizes.seqlen_q

@@ -89,9 +89,7 @@ class CacheOperatorPlan:
         met: whether calls of this kind came more than once.
     """
 
-    __slots__ = ("_append", "_attention", "_rotate", "makes", "met")
-
-    counts = False
+    __slots__ = ("_append", "_attention", "_rotate", "counts", "makes", "met")
 
     def __init__(
         self, attention: CachePlan, append: Launch | None, rotate: Launch | None, q: Any
@@ -100,6 +98,7 @@ class CacheOperatorPlan:
         self._append = append
         self._rotate = rotate
         self.met = False
+        self.counts = attention.counts
         self.makes = attention.makes
         if rotate is not None:
             self.makes = (*self.makes, allocation(q.shape, q.dtype, q.device))

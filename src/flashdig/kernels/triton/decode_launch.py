@@ -43,6 +43,7 @@ from flashdig.kernels.triton.slack import clearing
 
 if TYPE_CHECKING:  # Gluon is imported on Hopper alone
     from flashdig.kernels.hopper.cache_launch import ListedAttention, ListedTile
+    from flashdig.kernels.hopper.decode_launch import PiecedAttention
 
 
 def cache_attention(
@@ -146,6 +147,8 @@ class Schedule:
         chunks: the tile of sequences with many rows, which then are launched apart.
         listed: the tile of the Hopper forward, to which these then go.
         short: other sequences than these may be there.
+        pieces: of each sequence's keys where lengths are about even, if the Hopper decoding kernel
+            takes all, in one launch.
     """
 
     tile: DecodeTile
@@ -157,6 +160,7 @@ class Schedule:
     follows: bool = False
     listed: ListedTile | None = None
     short: bool = False
+    pieces: int = 0
 
 
 def schedule_of(
@@ -182,6 +186,10 @@ def schedule_of(
         if apart is not None:
             return apart
     ordered = _ordered(call, arch)
+    if chosen and ragged is None and free:
+        pieces = _pieces_on_hopper(call, arch, out_dtype)
+        if pieces > 0:
+            return Schedule(tile, 1, 0, False, ordered, pieces=pieces)
     if ragged is None:
         ragged = free and may_be_ragged(call, tile, splits)
     return Schedule(tile, splits, INVARIANT_SPLIT if batch_invariant else 0, ragged, ordered)
@@ -212,6 +220,15 @@ def _listed_schedule(
         if not fits_short(call, tile):
             return None
     return Schedule(tile, 1, 0, True, _ordered(call, arch), listed=listed, short=short)
+
+
+def _pieces_on_hopper(call: CacheCall, arch: str, out_dtype: torch.dtype | None) -> int:
+    """Pieces of a sequence's keys if the Hopper decoding kernel takes the call, else 0."""
+    if arch != "sm_90":
+        return 0
+    from flashdig.kernels.hopper.decode_launch import pieces_of
+
+    return pieces_of(call, call.out_dtype(out_dtype))
 
 
 def _mixed_schedule(call: CacheCall, arch: str) -> Schedule | None:
@@ -279,14 +296,26 @@ class CachePlan:
     """The launches of one kind of call, and what they write: see `flashdig.kernels.replay`. Called
     with the tensors of `cache_attention`, in its order."""
 
-    __slots__ = ("_clear_slack", "_fp8", "_launches", "_listed", "makes")
+    __slots__ = ("_clear_slack", "_fp8", "_launches", "_listed", "_pieced", "counts", "makes")
 
     def __init__(self, call: CacheCall, dtype: torch.dtype, schedule: Schedule) -> None:
         self._fp8 = call.q.element_size() == 1 or call.k.element_size() == 1
         made = [(call.out_shape, dtype), (call.lse_shape, torch.float32)]
         width = block_of(call.v.shape[-1])
         self._listed: ListedAttention | None = None
-        if schedule.ragged:
+        self._pieced: PiecedAttention | None = None
+        # whether a launch takes the counter of its stream
+        self.counts = schedule.pieces > 0
+        if schedule.pieces > 0:
+            from flashdig.kernels.hopper.decode_launch import PiecedAttention
+
+            self._pieced = PiecedAttention(
+                call, schedule.pieces, "last" if schedule.follows else "none"
+            )
+            self._launches = [("pieces", self._pieced.launch)]
+            rows = self._pieced.part_rows
+            made += [((rows, call.v.shape[-1]), torch.float32), ((rows,), torch.float32)]
+        elif schedule.ragged:
             numbers = call.numbers(_fp8_hardware(call.q.device))
             if schedule.listed is None:
                 self._launches, sizes = ragged_launches(call, schedule, numbers)
@@ -310,6 +339,8 @@ class CachePlan:
     def launches(
         self, tensors: Sequence[torch.Tensor | None], made: Sequence[torch.Tensor]
     ) -> Steps:
+        if self._pieced is not None:
+            return [(self._pieced.launch, self._pieced.arguments(tensors, made))]
         q, k, v, seqlens, cu_k, cu_new, table, batch_idx, leftpad, cu_q, used_q, *rest = tensors
         out, lse, *planned = made
         listed = planned.pop() if self._listed is not None else None

@@ -1,0 +1,195 @@
+"""What the Hopper decoding kernel writes: whole results, or parts of them that the last block to
+finish a sequence and KV head joins. Device code.
+
+A part is float32, rows in use alone: (piece, KV head, row of the tile), with its log-sum-exp.
+"""
+
+from flashdig.kernels.gluon_api import aggregate, gl, gluon, meet_in_partition
+from flashdig.kernels.hopper.decode_pieces import ARRIVALS
+from flashdig.kernels.hopper.problem import LOG2_E
+
+LN_2 = gl.constexpr(0.6931471805599453)
+_AT_ONCE = gl.constexpr(8)  # parts that are read at once
+
+
+@aggregate
+class Results:
+    """Where results go, and how many rows and columns they have.
+
+    Attributes:
+        out_ptr, lse_ptr: (batch, seqlen_q, num_heads, head_dim_v) and (batch, num_heads, seqlen_q).
+        part_ptr, part_lse_ptr: parts.
+        counter_ptr: from ARRIVALS on, of each sequence and KV head, the pieces that are done.
+        rows: of a tile that are in use.
+    """
+
+    out_ptr: gl.tensor
+    lse_ptr: gl.tensor
+    part_ptr: gl.tensor
+    part_lse_ptr: gl.tensor
+    counter_ptr: gl.tensor
+    rows: gl.tensor
+    HEAD_DIM_V: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, out_ptr, lse_ptr, part_ptr, part_lse_ptr, counter_ptr, rows, HEAD_DIM_V):
+        self.out_ptr = out_ptr
+        self.lse_ptr = lse_ptr
+        self.part_ptr = part_ptr
+        self.part_lse_ptr = part_lse_ptr
+        self.counter_ptr = counter_ptr
+        self.rows = rows
+        self.HEAD_DIM_V = gl.constexpr(HEAD_DIM_V)
+
+
+@gluon.jit
+def _columns(x, FIRST: gl.constexpr):
+    return FIRST + gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
+
+
+@gluon.jit
+def _store_block(pointer, x, places, known, results, FIRST: gl.constexpr):
+    """places: of the rows of x, in elements; FIRST: its first column."""
+    columns = _columns(x, FIRST)
+    rows: gl.constexpr = gl.SliceLayout(1, x.type.layout)
+    inside = gl.convert_layout(known, rows)[:, None] & (columns < results.HEAD_DIM_V)[None, :]
+    pointers = pointer + gl.convert_layout(places, rows)[:, None] + columns[None, :]
+    gl.store(pointers, x.to(pointer.dtype.element_ty), mask=inside)
+
+
+@gluon.jit
+def _store_blocks(pointer, out, places, known, results):
+    _store_block(pointer, out[0], places, known, results, 0)
+    if len(out) == 2:
+        _store_block(pointer, out[1], places, known, results, out[0].shape[1])
+
+
+@gluon.jit
+def _head_and_statistics(results, piece, sizes, rows):
+    """(query head, place of the statistics, place of the result in rows) of rows of a tile."""
+    GROUP: gl.constexpr = sizes.GROUP
+    heads = sizes.num_heads * GROUP
+    head = piece.head * GROUP + rows % GROUP
+    token = rows // GROUP
+    sequence = piece.sequence.to(gl.int64)
+    statistics = (sequence * heads + head) * sizes.seqlen_q + token
+    return head, statistics, (sequence * sizes.seqlen_q + token) * heads + head
+
+
+@gluon.jit
+def _with_sinks(lse, head, known, sinks_ptr):
+    """(what rows are multiplied with, log-sum-exp) with the sinks' logits in the softmax."""
+    sink = gl.load(sinks_ptr + head, mask=known, other=0.0).to(gl.float32)
+    largest = gl.maximum(lse, sink)
+    shift = gl.where(largest == float("-inf"), 0.0, largest)
+    kept = gl.exp2((lse - shift) * LOG2_E)
+    total = kept + gl.exp2((sink - shift) * LOG2_E)
+    total = gl.where(largest == float("-inf"), 1.0, total)
+    return kept / total, largest + gl.log2(total) * LN_2
+
+
+@gluon.jit
+def store_whole(out, factor, lse, results, piece, sizes, sinks_ptr):
+    """The result of a sequence and KV head whose keys were one piece.
+
+    Args:
+        out: accumulators; times `factor`, (rows,), they are the result.
+        lse: (rows,), natural.
+    """
+    rows = gl.arange(0, lse.shape[0], lse.type.layout)
+    known = rows < results.rows
+    head, statistics, places = _head_and_statistics(results, piece, sizes, rows)
+    if sinks_ptr is not None:
+        kept, lse = _with_sinks(lse, head, known, sinks_ptr)
+        factor = factor * kept
+    gl.store(results.lse_ptr + statistics, lse, mask=known)
+    _store_blocks(results.out_ptr, _times(out, factor), places * results.HEAD_DIM_V, known, results)
+
+
+@gluon.jit
+def _times(out, factor):
+    if len(out) == 1:
+        product = (_times_block(out[0], factor),)
+    else:
+        product = (_times_block(out[0], factor), _times_block(out[1], factor))
+    return product
+
+
+@gluon.jit
+def _times_block(x, factor):
+    return x * gl.convert_layout(factor, gl.SliceLayout(1, x.type.layout))[:, None]
+
+
+@gluon.jit
+def _part_rows(results, number, piece, sizes, rows):
+    first = (number.to(gl.int64) * sizes.num_heads + piece.head) * results.rows
+    return first + rows
+
+
+@gluon.jit
+def store_part(out, factor, lse, results, piece, sizes):
+    """One piece's part; True where it was the last of its sequence and KV head."""
+    rows = gl.arange(0, lse.shape[0], lse.type.layout)
+    known = rows < results.rows
+    places = _part_rows(results, piece.number, piece, sizes, rows)
+    gl.store(results.part_lse_ptr + places, lse, mask=known)
+    _store_blocks(
+        results.part_ptr, _times(out, factor), places * results.HEAD_DIM_V, known, results
+    )
+    meet_in_partition()  # all stores of the warpgroup lie before the arrival, which releases them
+    arrivals = results.counter_ptr + ARRIVALS + piece.sequence * sizes.num_heads + piece.head
+    return gl.atomic_add(arrivals, 1, sem="acq_rel") == piece.own - 1
+
+
+@gluon.jit
+def join_parts(results, piece, sizes, sinks_ptr, COLUMNS: gl.constexpr, ROWS: gl.constexpr):
+    """The result of a sequence and KV head whose pieces are all done, ROWS rows at a time; leaves
+    the count of its pieces as the next launch needs it."""
+    # a thread has all parts and rows of its columns: no sum leaves it
+    layout: gl.constexpr = gl.BlockedLayout([_AT_ONCE, ROWS, 1], [1, 1, 32], [1, 1, 4], [2, 1, 0])
+    by_row: gl.constexpr = gl.SliceLayout(2, layout)
+    each: gl.constexpr = gl.SliceLayout(0, by_row)
+    parts: gl.constexpr = gl.SliceLayout(1, by_row)
+    columns = gl.arange(0, COLUMNS, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
+    wide: gl.constexpr = gl.SliceLayout(0, layout)
+    in_columns = gl.arange(0, COLUMNS, gl.SliceLayout(0, wide))
+    between = sizes.num_heads.to(gl.int64) * results.rows
+    for start in range(0, results.rows, ROWS):
+        row = start + gl.arange(0, ROWS, each)
+        known = row < results.rows
+        first = _part_rows(results, piece.first_piece, piece, sizes, row)
+        largest = gl.full([ROWS], float("-inf"), gl.float32, each)
+        total = gl.full([ROWS], 0.0, gl.float32, each)
+        out = gl.zeros([ROWS, COLUMNS], gl.float32, wide)
+        for part in range(0, piece.own, _AT_ONCE):
+            number = part + gl.arange(0, _AT_ONCE, parts)
+            places = first[None, :] + (number * between)[:, None]
+            there = known[None, :] & (number < piece.own)[:, None]
+            lses = gl.load(results.part_lse_ptr + places, mask=there, other=float("-inf"))
+            pointers = (places * results.HEAD_DIM_V)[:, :, None] + columns[None, None, :]
+            inside = there[:, :, None] & (columns < results.HEAD_DIM_V)[None, None, :]
+            read = gl.load(results.part_ptr + pointers, mask=inside, other=0.0)
+            new_largest = gl.maximum(largest, gl.max(lses, 0))
+            shift = gl.where(new_largest == float("-inf"), 0.0, new_largest)
+            weights = gl.exp2((lses - shift[None, :]) * LOG2_E)
+            rescale = gl.exp2((largest - shift) * LOG2_E)
+            total = total * rescale + gl.sum(weights, 0)
+            out = out * gl.convert_layout(rescale, gl.SliceLayout(1, wide))[:, None]
+            out += gl.sum(read * weights[:, :, None], 0)
+            largest = new_largest
+        total = gl.where(total == 0.0, 1.0, total)
+        lse = largest + gl.log2(total) * LN_2
+        factor = 1.0 / total
+        head, statistics, places = _head_and_statistics(results, piece, sizes, row)
+        if sinks_ptr is not None:
+            kept, lse = _with_sinks(lse, head, known, sinks_ptr)
+            factor = factor * kept
+        gl.store(results.lse_ptr + statistics, lse, mask=known)
+        out = out * gl.convert_layout(factor, gl.SliceLayout(1, wide))[:, None]
+        rows_at = gl.convert_layout(places * results.HEAD_DIM_V, gl.SliceLayout(1, wide))
+        inside = gl.convert_layout(known, gl.SliceLayout(1, wide))[:, None]
+        inside = inside & (in_columns < results.HEAD_DIM_V)[None, :]
+        pointers = results.out_ptr + rows_at[:, None] + in_columns[None, :]
+        gl.store(pointers, out.to(results.out_ptr.dtype.element_ty), mask=inside)
+    arrivals = results.counter_ptr + ARRIVALS + piece.sequence * sizes.num_heads + piece.head
+    gl.store(arrivals, 0)

@@ -1,0 +1,187 @@
+"""The Hopper decoding kernel: pairs of features against float64, and what one launch has to do that
+two did before: cut, join, and leave its counters as it found them."""
+
+import random
+
+import pytest
+import torch
+
+from flashdig import attention_with_kvcache
+from flashdig.bench.gate import float64_reference
+from flashdig.bench.kvcache_cases import make_case
+from flashdig.bench.kvcache_conformance import judge
+from flashdig.bench.pairwise import covering_array
+from flashdig.bench.timing import float32_precision
+from flashdig.kernels.hopper import decode_launch as hopper
+from flashdig.kernels.triton import decode_launch
+
+pytestmark = pytest.mark.gpu
+DOMAINS = {
+    "dtype": ("bfloat16", "float16"),
+    "head_dims": ((128, 128), (64, 64), (80, 80), (96, 72)),
+    "cache": ("dense", "page 8", "page 16", "page 48", "page 128"),
+    "heads": ((8, 2), (4, 4), (16, 1)),
+    "mask": ("full", "causal", "window", "causal window"),
+    "tokens": ("one", "few"),
+    "append": ("none", "new", "rotary"),
+    "terms": ("none", "softcap and sinks", "leftpad"),
+    "pieces": (1, 3),
+}
+
+
+def is_served(chosen) -> bool:
+    wide = chosen.get("heads") == (16, 1) and chosen.get("tokens") == "few"  # 96 rows
+    padded = chosen.get("terms") == "leftpad" and chosen.get("cache", "dense") != "dense"
+    return not (wide or padded)
+
+
+CASES = covering_array(DOMAINS, is_served)
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """Every call that the kernel can serve goes to it, in served["pieces"] pieces, or as many as it
+    chooses; served["calls"] counts them."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    state = {"pieces": 0, "calls": 0}
+
+    def pieces(call, arch, dtype):
+        if not hopper.serves(call, call.out_dtype(dtype)):
+            return 0
+        state["calls"] += 1
+        return state["pieces"] or hopper.pieces_of(call, call.out_dtype(dtype)) or 1
+
+    monkeypatch.setattr(decode_launch, "_pieces_on_hopper", pieces)
+    return state
+
+
+@pytest.mark.parametrize("number", range(len(CASES)))
+def test_every_pair_of_features(number, served) -> None:
+    features = {**CASES[number], "schedule": "auto", "fp8": False}
+    served["pieces"] = features.pop("pieces")
+    for n in range(3):
+        draw, kind = random.Random(f"{number} {n}"), random.Random(f"kind {number} {n}")
+        with float32_precision("ieee"):
+            problem = judge(make_case(features, draw, kind, "cuda"))
+        assert problem is None, (features, n, problem)
+    assert served["calls"] == 3
+
+
+def _randn(*shape):
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+
+def _integers(values):
+    return torch.tensor(values, dtype=torch.int32, device="cuda")
+
+
+_NORMAL = torch.randn(40, generator=torch.Generator().manual_seed(1))
+LENGTHS = {
+    "even": [4096] * 40,
+    "one long": [4096] + [17] * 39,
+    "log-normal": [int(x) for x in (_NORMAL * 0.8 + 6.5).exp().clamp(0, 4096)],
+    "empty": [0] * 40,
+    "many": [n % 1500 for n in range(0, 90000, 450)],  # 200 sequences
+}
+
+
+def _cache(lengths, page, room=4096, heads=8):
+    """k, v, page table, and the keys and values of each sequence, one behind another."""
+    count = len(lengths)
+    if not page:
+        k, v = _randn(count, room, heads, 128), _randn(count, room, heads, 128)
+        return k, v, None, (k, v)
+    pages = count * room // page
+    table = torch.randperm(pages, device="cuda").to(torch.int32).view(count, -1)
+    k, v = _randn(pages, page, heads, 128), _randn(pages, page, heads, 128)
+    return k, v, table, tuple(x[table.long()].flatten(1, 2) for x in (k, v))
+
+
+@pytest.mark.parametrize("pieces", [0, 1, 4])
+@pytest.mark.parametrize("page", [0, 16, 64])
+@pytest.mark.parametrize("kind", LENGTHS)
+def test_lengths_of_every_kind(kind, page, pieces, served) -> None:
+    """Twice, with the same bits: counters are left as they were found, and the order in which
+    pieces end changes nothing."""
+    lengths = LENGTHS[kind]
+    served["pieces"] = pieces
+    k, v, table, rows = _cache(lengths, page, room=1536 if kind == "many" else 4096, heads=2)
+    q = _randn(len(lengths), 1, 8, 128)
+    options = {"cache_seqlens": _integers(lengths), "page_table": table, "causal": True}
+    out, lse = attention_with_kvcache(q, k, v, return_lse=True, **options)
+    again, lse_again = attention_with_kvcache(q, k, v, return_lse=True, **options)
+    assert served["calls"] > 0
+    assert torch.equal(out, again)
+    assert torch.equal(lse, lse_again)
+    for b, length in enumerate(lengths):
+        if length == 0:
+            assert not out[b].any()
+            assert (lse[b] == float("-inf")).all()
+        elif b < 8 or b == len(lengths) - 1:
+            keys, values = (x[b : b + 1, :length].transpose(1, 2) for x in rows)
+            verdict = float64_reference(
+                q[b : b + 1].transpose(1, 2), keys, values, causal=False, pairs="all"
+            ).check(out[b : b + 1].transpose(1, 2))
+            assert verdict.ok, (b, verdict)
+
+
+def test_a_captured_call_follows_lengths_that_change(served) -> None:
+    """From even ones, whose keys are in one piece, to uneven ones and back; in a graph of two calls
+    that is replayed beside eager calls on another stream."""
+    served["pieces"] = 1
+    k, v, table, _ = _cache([4096] * 40, 16)
+    q, lengths = _randn(40, 1, 32, 128), _integers([4096] * 40)
+
+    def call(seqlens):
+        return attention_with_kvcache(q, k, v, cache_seqlens=seqlens, page_table=table, causal=True)
+
+    kinds = [_integers(LENGTHS[kind]) for kind in ("even", "one long", "log-normal", "even")]
+    expected = [call(seqlens) for seqlens in kinds]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        first, second = call(lengths), call(lengths)
+    beside = torch.cuda.Stream()
+    for seqlens, out in zip(kinds, expected, strict=True):
+        lengths.copy_(seqlens)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(beside):
+            others = [call(kinds[1]) for _ in range(3)]
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(first, out)
+        assert torch.equal(second, out)
+        assert all(torch.equal(other, expected[1]) for other in others)
+
+
+def test_pages_outside_a_window_are_never_touched(served) -> None:
+    """Their entries are no page numbers, and pages that they are clamped to hold NaN."""
+    lengths, window, page = [2000, 1500, 700], 100, 16
+    k, v = _randn(500, page, 2, 64), _randn(500, page, 2, 64)
+    k[0], v[0], k[499], v[499] = (float("nan"),) * 4
+    table = (torch.randperm(498, device="cuda")[:384] + 1).to(torch.int32).view(3, 128)
+    q = _randn(3, 1, 8, 64)
+    options = {"cache_seqlens": _integers(lengths), "causal": True, "window": (window, 0)}
+    expected = attention_with_kvcache(q, k, v, page_table=table, **options)
+    damaged = table.clone()
+    for b, length in enumerate(lengths):
+        unseen = (length - 1 - window) // page
+        damaged[b, :unseen] = 2**30
+        damaged[b, : unseen // 2] = -5
+        damaged[b, -(-length // page) :] = 2**30
+    out = attention_with_kvcache(q, k, v, page_table=damaged, **options)
+    assert served["calls"] > 0
+    assert torch.equal(out, expected)
+    assert out.isfinite().all()
+
+
+def test_keys_behind_a_length_may_hold_nan(served) -> None:
+    lengths = [100, 0, 65, 1]
+    k, v, _, _ = _cache(lengths, 0, room=512)
+    q = _randn(4, 1, 8, 128)
+    options = {"cache_seqlens": _integers(lengths), "causal": True}
+    expected = attention_with_kvcache(q, k, v, **options)
+    for b, length in enumerate(lengths):
+        k[b, length:], v[b, length:] = float("nan"), float("nan")
+    assert torch.equal(attention_with_kvcache(q, k, v, **options), expected)
+    assert served["calls"] > 0
