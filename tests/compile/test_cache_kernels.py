@@ -30,6 +30,7 @@ NAMES = {
         "flashdig_hopper_forward_bf16_d64_m192n64_causal_varlen_paged",
         "flashdig_decode_ragged_bf16_d64_m16n128_causal_varlen_paged_split",
     ],
+    "sm_90, pieces": ["flashdig_append_kv"],
     "sm_100": ["flashdig_decode_bf16_d32_m64n64_causal_split"],
     "sm_120": [
         "flashdig_plan_pieces",
@@ -59,14 +60,15 @@ def compiled():
 def test_kernels_fit_the_chip(name, compiled) -> None:
     kernels = compiled[name]
     assert [kernel["name"] for kernel in kernels[:-1]] == NAMES[name]
-    assert kernels[-1]["name"].startswith("flashdig_combine_")
+    last = "flashdig_hopper_decode_" if "pieces" in name else "flashdig_combine_"
+    assert kernels[-1]["name"].startswith(last)
     chip = architecture(name.partition(",")[0])
     for kernel in kernels:
         assert kernel["shared_bytes"] <= chip.shared_bytes_per_block, kernel["name"]
         # kept from so many registers, it leaves a few numbers of its outer loop in memory
         assert kernel["stack_bytes"] <= (96 if "," in name else 0), kernel["name"]
     for kernel in kernels:
-        if "decode" not in kernel["name"]:
+        if "decode" not in kernel["name"] or "hopper" in kernel["name"]:
             continue
         products = {opcode.split(".")[0] for opcode in kernel["opcodes"]}
         assert len(products & {"HMMA", "HGMMA", "UTCHMMA"}) == 1
@@ -98,3 +100,12 @@ def test_pages_are_copied_by_tma_in_pieces(compiled) -> None:
     (kernel,) = (k for k in compiled["sm_90, listed"] if "hopper" in k["name"])
     assert kernel["opcodes"]["UTMALDG.5D"] == 4 + 2 * 4 + 3
     assert kernel["opcodes"]["REDUX.MAX.S32"] >= 8
+
+
+def test_decoding_on_hopper_is_one_launch(compiled) -> None:
+    """Its pages too are copied in pieces, by two warps; nothing of its loops lies in memory."""
+    _append, kernel = compiled["sm_90, pieces"]
+    assert kernel["opcodes"]["UTMALDG.5D"] > 2 * 4
+    assert {"HGMMA", "SYNCS"} <= {opcode.split(".")[0] for opcode in kernel["opcodes"]}
+    assert kernel["stack_bytes"] == 0
+    assert any(opcode.startswith("ATOMG") for opcode in kernel["opcodes"])

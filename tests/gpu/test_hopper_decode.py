@@ -13,6 +13,7 @@ from flashdig.bench.kvcache_conformance import judge
 from flashdig.bench.pairwise import covering_array
 from flashdig.bench.timing import float32_precision
 from flashdig.kernels.hopper import decode_launch as hopper
+from flashdig.kernels.plans import forget
 from flashdig.kernels.triton import decode_launch
 
 pytestmark = pytest.mark.gpu
@@ -53,7 +54,9 @@ def served(monkeypatch):
         return state["pieces"] or hopper.pieces_of(call, call.out_dtype(dtype)) or 1
 
     monkeypatch.setattr(decode_launch, "_pieces_on_hopper", pieces)
-    return state
+    forget()  # plans that were made without it
+    yield state
+    forget()
 
 
 @pytest.mark.parametrize("number", range(len(CASES)))

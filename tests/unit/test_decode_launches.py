@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flashdig.kernels.hopper import cache_launch
+from flashdig.kernels.hopper import cache_launch, decode_launch
 from flashdig.kernels.triton.decode_launch import CachePlan, prepared, schedule_of
 
 I32 = torch.int32
@@ -107,7 +107,7 @@ def test_what_follows_in_the_stream_sees_everything_written() -> None:
     """The first launch starts as any other would, every later one waits for the one ahead, and the
     last one lets nobody start early."""
     mixed = [1] * 32 + [512]
-    for queries, page, splits in ((1, 16, 2), (8, 16, 0), (mixed, 4, 0), (mixed, 16, 0)):
+    for queries, page, splits in ((1, 16, 2), (8, 4, 0), (mixed, 4, 0), (mixed, 16, 0)):
         call = prepared_call(queries, page=page)
         (_, first, early), *rest = launches_of(call, num_splits=splits)
         assert rest
@@ -119,6 +119,67 @@ def test_what_follows_in_the_stream_sees_everything_written() -> None:
 
 def test_a_call_without_parts_is_one_launch() -> None:
     assert launches_of(prepared_call(8), num_splits=1) == [("even", "none", False)]
+
+
+def test_decoding_on_hopper_is_one_launch() -> None:
+    for page in (0, 8, 16, 48):
+        call = prepared_call(8, page=page)
+        assert launches_of(call) == [("pieces", "none", False)]
+        after_append = replace(schedule_of(call, 0, False, arch="sm_90"), follows=True)
+        plan = CachePlan(call, torch.bfloat16, after_append)
+        assert plan.counts
+        ((_, launch),) = plan._launches
+        assert launch._options["launch_pdl"]
+        assert launch._rest[-1] == "last"
+    for arch in ("sm_80", "sm_100"):
+        assert launches_of(prepared_call(8), arch)[0][0] == "plan"
+    for options in ({"num_splits": 1}, {"num_splits": 3}):
+        assert launches_of(prepared_call(8), **options)[0][0] == "even"
+
+
+def in_pieces(queries=8, **changes):
+    """Pieces of each sequence's keys; 0 where another kernel takes the call."""
+    call = replace(prepared_call(queries, **changes.pop("made", {})), **changes)
+    return decode_launch.pieces_of(call, call.q.dtype)
+
+
+def test_what_decoding_on_hopper_does_not_serve() -> None:
+    assert in_pieces() > 0
+    assert in_pieces(1) == 0
+    assert in_pieces([1] * 8) == 0  # packed
+    assert in_pieces(600) == 0
+    assert in_pieces(made={"page": 4}) == 0
+    assert in_pieces(made={"dtype": torch.float32}) == 0
+    assert in_pieces(made={"head_dim": 256}) == 0
+    assert in_pieces(made={"head_dim": 72}) > 0
+    assert in_pieces(cache_leftpad=meta(8, dtype=I32)) == 0
+    assert in_pieces(cache_leftpad=meta(8, dtype=I32), made={"page": 0}) > 0
+    assert in_pieces(alibi_slopes=meta(32, dtype=torch.float32)) == 0
+    assert in_pieces(softmax_scale=-1.0) == 0
+    assert in_pieces(q=meta(8, 17, 32, 128)) == 0  # 68 rows
+    assert in_pieces(q=meta(8, 1, 56, 128)) == 0  # seven heads share a key
+    assert in_pieces(v=meta(8 * 64, 16, 8, 64)) == 0  # narrower than the keys
+    assert in_pieces(k=meta(8 * 64, 16, 8, 128, dtype=torch.float8_e4m3fn)) == 0
+    # all keys count: many short sequences are the portable kernel's
+    short = {"k": meta(128, 2048, 8, 128), "v": meta(128, 2048, 8, 128)}
+    dense = {"made": {"page": 0, "lengths": False}}
+    assert in_pieces(128, **short, **dense) == 0
+    assert in_pieces(128, **short, made={"page": 0}) == 1
+    assert in_pieces(16, **dense) == 1
+
+
+def test_pieces_fill_the_chip_and_no_more() -> None:
+    """As measured on an H200: 132 multiprocessors, 8 KV heads."""
+    for sequences, keys, pieces in (
+        (2, 1024, 4), (4, 8192, 4), (8, 1024, 1), (8, 8192, 2), (16, 8192, 1), (17, 8192, 3),
+        (24, 8192, 2), (32, 4096, 1), (64, 8192, 1), (128, 2048, 1),
+    ):  # fmt: skip
+        assert decode_launch.choose_pieces(8 * sequences, keys, 132) == pieces, (sequences, keys)
+    for units in range(1, 600, 7):
+        for keys in (1, 100, 129, 5000, 2**20):
+            pieces = decode_launch.choose_pieces(units, keys, 132)
+            assert 1 <= pieces <= max(1, -(-keys // 256))
+            assert pieces == 1 or units * (pieces - 1) < 4 * 132
 
 
 def served(**changes):

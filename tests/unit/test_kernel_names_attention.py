@@ -335,6 +335,10 @@ OUR_KERNELS = {
         *("attention_forward", "forward", "float32", (16, 32), 576, False, None),
         "sequences of different lengths, fp32, head_dim 576 (v: 512), tile 16x32, in a window,",
     ),
+    "flashdig_hopper_decode_fp16_d96_m64n128_window_paged_softcap": (
+        *("attention_forward", "forward", "float16", (64, 128), 96, True, None),
+        "attention over a cache, fp16, head_dim 96, tile 64x128, in a window, pages, softcap,",
+    ),
     "flashdig_combine_fp16_v128": (
         *("attention_part", "forward", "float16", None, None, False, None),
         "joins attention over parts of the keys, fp16, head_dim_v 128.",

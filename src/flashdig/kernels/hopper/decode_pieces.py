@@ -132,19 +132,19 @@ class Plan:
 
     Attributes:
         pieces: how many there are, once for every head.
-        whole: every sequence is one piece; the vectors are not made then.
+        each: of every sequence, or 0: they differ, and only then the vectors are made.
         own, until: of each sequence its pieces, and those up to and with it.
     """
 
     pieces: gl.tensor
-    whole: gl.tensor
+    each: gl.tensor
     own: gl.tensor
     until: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, pieces, whole, own, until):
+    def __init__(self, pieces, each, own, until):
         self.pieces = pieces
-        self.whole = whole
+        self.each = each
         self.own = own
         self.until = until
 
@@ -154,31 +154,38 @@ def _plan(
     sizes, terms, lengths, splits, wanted, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     SLOTS: gl.constexpr,
 ):  # fmt: skip
-    """Of at most SLOTS sequences. Everything waits for it, so what follows from two sums alone is
-    not worked out further."""
+    """Of at most SLOTS sequences. The first keys wait for it, so what follows from three sums alone
+    is not worked out further."""
     layout: gl.constexpr = gl.BlockedLayout([SLOTS // 32], [32], [1], [0])
     sequence = gl.arange(0, SLOTS, layout)
-    clamped = gl.minimum(sequence, sizes.batch_size - 1)
-    first, end, _, _ = _tiles_of(clamped, sizes, terms, lengths, BLOCK_M, BLOCK_N)
-    tiles = gl.where(sequence < sizes.batch_size, end - first, 0)
-    total = gl.sum(tiles, 0)
-    # at most a quarter longer than the mean
-    even = gl.max(tiles, 0) * sizes.batch_size * 4 <= total * 5
-    whole = even & (splits == 1)
-    pieces = sizes.batch_size * 1
-    own = tiles
-    until = tiles
-    if not whole:
-        before = gl.associative_scan(tiles, 0, _add) - tiles
-        piece = gl.maximum((total * sizes.num_heads + wanted - 1) // wanted, 1)
-        # the last ones are short, so that all end at about one time
-        size = gl.where(before * 2 >= total, (piece + 1) // 2, piece)
-        size = gl.where(before * 5 >= total * 4, (piece + 3) // 4, size)
-        size = gl.maximum(size, LEAST_KEYS // BLOCK_N)
-        own = gl.where(even, gl.minimum(tiles, splits), (tiles + size - 1) // size)
-        until = gl.associative_scan(own, 0, _add)
-        pieces = gl.max(until, 0)
-    return Plan(pieces, whole, own, until)
+    own = sequence
+    until = sequence
+    ALIKE: gl.constexpr = lengths[0] is None and lengths[1] is None
+    if ALIKE:
+        first, end, _, _ = _tiles_of(splits * 0, sizes, terms, lengths, BLOCK_M, BLOCK_N)
+        each = gl.minimum(end - first, splits)
+        pieces = sizes.batch_size * each
+    else:
+        clamped = gl.minimum(sequence, sizes.batch_size - 1)
+        first, end, _, _ = _tiles_of(clamped, sizes, terms, lengths, BLOCK_M, BLOCK_N)
+        tiles = gl.where(sequence < sizes.batch_size, end - first, 0)
+        total = gl.sum(tiles, 0)
+        # at most a quarter longer than the mean
+        even = gl.max(tiles, 0) * sizes.batch_size * 4 <= total * 5
+        enough = gl.min(end - first, 0) >= splits
+        each = gl.where(even & enough, splits, 0)
+        pieces = sizes.batch_size * each
+        if each == 0:
+            before = gl.associative_scan(tiles, 0, _add) - tiles
+            piece = gl.maximum((total * sizes.num_heads + wanted - 1) // wanted, 1)
+            # the last ones are short, so that all end at about one time
+            size = gl.where(before * 2 >= total, (piece + 1) // 2, piece)
+            size = gl.where(before * 5 >= total * 4, (piece + 3) // 4, size)
+            size = gl.maximum(size, LEAST_KEYS // BLOCK_N)
+            own = gl.where(even, gl.minimum(tiles, splits), (tiles + size - 1) // size)
+            until = gl.associative_scan(own, 0, _add)
+            pieces = gl.max(until, 0)
+    return Plan(pieces, each, own, until)
 
 
 @gluon.jit
@@ -191,14 +198,17 @@ def _piece_of(
     number = unit // sizes.num_heads
     head = unit % sizes.num_heads
     sequence = number
-    first_piece = number
-    own = number * 0 + 1
-    if not plan.whole:
+    own = plan.each
+    if plan.each == 0:
         owner = (plan.until > number) & (plan.until - plan.own <= number)
         own = gl.sum(gl.where(owner, plan.own, 0), 0)
         first_piece = gl.sum(gl.where(owner, plan.until, 0), 0) - own
         sequences = gl.arange(0, SLOTS, plan.own.type.layout)
         sequence = gl.sum(gl.where(owner, sequences, 0), 0)
+    else:
+        if own > 1:
+            sequence = number // own
+        first_piece = sequence * own
     first, end, padding, seqlen_k = _tiles_of(sequence, sizes, terms, lengths, BLOCK_M, BLOCK_N)
     begin = first
     stop = end
@@ -231,11 +241,7 @@ def _source(piece, padding, sizes, cache):
 
 @gluon.jit
 def _numbers(source, descs, start_n, BLOCK_N: gl.constexpr, PAGED: gl.constexpr):
-    if PAGED:
-        numbers = page_numbers(source, descs[0], start_n, BLOCK_N)
-    else:
-        numbers = start_n
-    return numbers
+    return page_numbers(source, descs[0], start_n, BLOCK_N) if PAGED else start_n
 
 
 @gluon.jit
@@ -271,7 +277,6 @@ def produce_keys(
     while unit < units:
         following = unit
         piece, padding = _piece_of(plan, unit, sizes, terms, lengths, BLOCK_M, BLOCK_N)
-        _send(mail, count, piece)
         source = _source(piece, padding, sizes, cache)
         start_n = (piece.end - 1) * BLOCK_N
         numbers = _numbers(source, k_descs, start_n, BLOCK_N, PAGED)
@@ -285,6 +290,7 @@ def produce_keys(
             ahead = _numbers(source, k_descs, start_n - BLOCK_N, BLOCK_N, PAGED)
             _put(keys, done + step, k_descs, source, numbers, start_n, PAGED)
             if step == 0:  # the first keys find room before the queries do
+                _send(mail, count, piece)
                 mbarrier.wait(q_empty.index(0), (count & 1) ^ 1)
                 queries = rows_of_queries(place_of_piece(piece, sizes), sizes)
                 load_blocks(q_descs, queries, 0, q_full.index(0), tile_at(q_tiles, 0))

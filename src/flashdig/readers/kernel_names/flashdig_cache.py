@@ -1,7 +1,7 @@
 """flashdig's kernels over a key-value cache, by name.
 
 `flashdig_decode_bf16_d128_m16n128_causal_paged_split` attends, `flashdig_combine_bf16_v128` joins
-parts of the keys.
+parts of the keys; `flashdig_hopper_decode_bf16_d128_m64n128_causal_paged` does both.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _FEATURES = {
 }
 _DTYPE = r"_(?P<dtype>fp32|tf32|fp16|bf16)"
 _DECODE = re.compile(
-    rf"^flashdig_decode(?P<ragged>_ragged)?(?:_fp8(?P<fp8>)|{_DTYPE})"
+    rf"^flashdig_(?:hopper_)?decode(?P<ragged>_ragged)?(?:_fp8(?P<fp8>)|{_DTYPE})"
     r"_d(?P<d>\d{1,4})(?:v(?P<v>\d{1,4}))?_m(?P<m>\d{1,4})n(?P<n>\d{1,4})"
     rf"(?:_(?P<mask>causal|window))?(?P<features>(?:_(?:{'|'.join(_FEATURES)}))*)$"
 )
