@@ -51,7 +51,7 @@ _memory: Any = vars(gl)["shared_memory_descriptor"]
 reinterpreted = getattr(_memory, "reinterpret", None) or _memory._reinterpret
 
 # where the warps of a partition wait for one another; Triton 3.9 renamed it
-meet_in_partition = getattr(gl, "barrier", None) or gl.thread_barrier
+meet_in_partition: Any = vars(gl).get("barrier") or vars(gl)["thread_barrier"]
 
 # a class whose members travel together through device functions; not public in any release yet
 aggregate = triton.language.core._aggregate
