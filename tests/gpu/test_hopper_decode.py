@@ -6,14 +6,14 @@ import random
 import pytest
 import torch
 
-from flashdig import attention_with_kvcache
+from flashdig import attention_with_kvcache, kept_calls
 from flashdig.bench.gate import float64_reference
 from flashdig.bench.kvcache_cases import make_case
 from flashdig.bench.kvcache_conformance import judge
 from flashdig.bench.pairwise import covering_array
 from flashdig.bench.timing import float32_precision
+from flashdig.kernels import plans
 from flashdig.kernels.hopper import decode_launch as hopper
-from flashdig.kernels.plans import forget
 from flashdig.kernels.triton import decode_launch
 
 pytestmark = pytest.mark.gpu
@@ -54,9 +54,11 @@ def served(monkeypatch):
         return state["pieces"] or hopper.pieces_of(call, call.out_dtype(dtype)) or 1
 
     monkeypatch.setattr(decode_launch, "_pieces_on_hopper", pieces)
-    forget()  # plans that were made without it
+    for kept in (kept_calls, plans):  # what was kept without it
+        kept.forget()
     yield state
-    forget()
+    for kept in (kept_calls, plans):
+        kept.forget()
 
 
 @pytest.mark.parametrize("number", range(len(CASES)))

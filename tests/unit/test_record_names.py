@@ -15,13 +15,14 @@ def with_kernels(*names):
 
 def test_a_text_of_many_rows_is_written_once(tmp_path) -> None:
     path = tmp_path / "speed.json"
-    rows = [{**SPEED, "notes": "said twice"}, {**SPEED, "notes": "said twice"}]
-    record = append_run(path, "speed", run("a"), rows)
+    for name in ("a", "b"):
+        record = append_run(path, "speed", run(name), [{**SPEED, "notes": "said twice"}])
     text = path.read_text()
     assert text.count("said twice") == 1
     assert read_record(path) == record
     assert [row["notes"] for row in read_record(path).rows] == ["said twice"] * 2
-    assert {row["run_id"] for row in read_record(path).rows} == {record.runs[0].run_id}
+    runs = [one.run_id for one in record.runs]
+    assert [row["run_id"] for row in read_record(path).rows] == runs
     path.write_text(text.replace('"notes":', '"notes":9'))
     with pytest.raises(RecordError, match=r"row 1: notes 9\d is not in names"):
         read_record(path)

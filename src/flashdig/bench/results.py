@@ -1,9 +1,10 @@
 """The record of measurements: `benchmarks/results/<gpu>/<suite>.json`.
 
-    {"schema": 1, "suite": ..., "runs": {run_id: {...}}, "names": [...],
-     "rows": [{"run_id": ..., ...}]}
+    {"schema": 1, "suite": ..., "runs": {run_id: {...}}, "shared": {run_id: {...}},
+     "names": [...], "rows": [{"run_id": ..., ...}]}
 
-`names` are texts that rows hold by number (`record_names`).
+`shared` are fields that the rows of a run have in common (`record_shared`), `names` texts that rows
+hold by number (`record_names`).
 
 A run is appended, never replaced, and a ratio is taken within one run only: between two runs the
 clocks, the driver and the temperature may differ. The file holds one run and one row a line, keys
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from flashdig.bench.record_names import named, numbered
+from flashdig.bench.record_shared import completed, shortened
 from flashdig.bench.rows import RecordError, check_json, check_row
 from flashdig.bench.timing import Ratio, Timing, median_ratio
 
@@ -171,12 +173,15 @@ class Record:
     def to_json(self) -> str:
         """The file's text: one run and one row a line, keys sorted."""
         runs = [f"{_line(run.run_id)}: {_line(_run_fields(run))}" for run in self.runs]
-        names, short = numbered(self.rows)
+        shared, short = shortened(self.rows)
+        names, short = numbered(short)
         rows = [_line(row) for row in short]
+        of_runs = [f"{_line(run)}: {_line(fields)}" for run, fields in shared.items()]
+        list_of_shared = f'"shared": {{{_block(of_runs)}}},\n' if shared else ""
         list_of_names = f'"names": [{_block([_line(name) for name in names])}],\n' if names else ""
         return (
             f'{{\n"schema": {SCHEMA},\n"suite": {_line(self.suite)},\n'
-            f'"runs": {{{_block(runs)}}},\n{list_of_names}"rows": [{_block(rows)}]\n}}\n'
+            f'"runs": {{{_block(runs)}}},\n{list_of_shared}{list_of_names}"rows": [{_block(rows)}]\n}}\n'
         )
 
 
@@ -256,7 +261,7 @@ def _record_from(content: Any) -> Record:
         raise RecordError(
             f"schema {content['schema']!r} is not the one that this version reads ({SCHEMA})"
         )
-    _require_keys(content, RECORD_KEYS, "the record", {"names"})
+    _require_keys(content, RECORD_KEYS, "the record", {"names", "shared"})
     if not isinstance(content["runs"], dict):
         raise RecordError("runs must be an object")
     if not isinstance(content["rows"], list):
@@ -266,6 +271,7 @@ def _record_from(content: Any) -> Record:
         _require_keys(fields, RUN_KEYS, f"run {run_id!r}")
         runs.append(Run(run_id, **fields))
     rows = named(content["rows"], content.get("names", []))
+    rows = completed(rows, content.get("shared", {}))
     return Record(content["suite"], tuple(runs), tuple(rows))
 
 
