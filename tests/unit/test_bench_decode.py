@@ -68,7 +68,7 @@ def test_a_table_names_the_fastest() -> None:
         for name, ms in (("chosen", 0.0175), ("even parts", 0.01), ("fa3", 0.021))
     ]
     assert decode.table_of(rows).splitlines()[-1] == (
-        "| 1x8k, dense | **17.5 (1.50)** |  | 21.0 (1.50) |  |"
+        "| 1x8k, dense | **17.5 (1.50)** |  |  | 21.0 (1.50) |  |"
     )
 
 
@@ -205,8 +205,8 @@ def test_the_readme_says_how_decoding_stands() -> None:
         ratio = median_ratio(best["ms_all"], own["ms_all"])
         if ratio.high < 1:
             behind.append(ratio.median)
-    assert f"in {len(cells) - len(behind)} of {len(cells)} cells and 1 % behind at worst" in text
-    assert round(min(behind), 2) == 0.99
+    assert f"in {len(cells) - len(behind)} of {len(cells)} cells and 2 % behind at worst" in text
+    assert round(min(behind), 2) == 0.98
     mixed = read_record(results / "decode-mixed.json")
     rows = mixed.rows_of(mixed.latest_run().run_id)
     p50 = {(row["name"], row["backend"]): row["features"]["p50_us"] for row in rows}

@@ -368,6 +368,7 @@ def table_of(rows: Sequence[Mapping[str, Any]]) -> str:
     columns = {
         "flashdig": "triton",
         "cuDNN": "sdpa_cudnn",
+        "FlashAttention-4": "fa4",
         "FlashAttention-3": "fa3",
         "FlashAttention-2": "sdpa_flash",
     }
