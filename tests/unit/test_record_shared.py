@@ -66,7 +66,7 @@ def test_a_shared_field_must_be_one_that_rows_have(tmp_path) -> None:
     content = json.loads(path.read_text())
     content["shared"][record.runs[0].run_id]["colour"] = "red"
     path.write_text(json.dumps(content))
-    with pytest.raises(RecordError, match="row 1: .*'colour'"):
+    with pytest.raises(RecordError, match=r"row 1: .*'colour'"):
         read_record(path)
 
 

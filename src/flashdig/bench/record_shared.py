@@ -35,7 +35,7 @@ def shortened(rows: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Fields], lis
 
 
 def _most_frequent(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Field -> its most frequent value as JSON, of fields that all rows have, some of them alike."""
+    """Field -> its most frequent value as JSON, where all rows have the field and some agree."""
     found = {}
     for name in rows[0]:
         if name == RUN or not all(name in row for row in rows):

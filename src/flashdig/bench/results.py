@@ -177,11 +177,12 @@ class Record:
         names, short = numbered(short)
         rows = [_line(row) for row in short]
         of_runs = [f"{_line(run)}: {_line(fields)}" for run, fields in shared.items()]
-        list_of_shared = f'"shared": {{{_block(of_runs)}}},\n' if shared else ""
-        list_of_names = f'"names": [{_block([_line(name) for name in names])}],\n' if names else ""
+        repeated = f'"shared": {{{_block(of_runs)}}},\n' if shared else ""
+        if names:
+            repeated += f'"names": [{_block([_line(name) for name in names])}],\n'
         return (
             f'{{\n"schema": {SCHEMA},\n"suite": {_line(self.suite)},\n'
-            f'"runs": {{{_block(runs)}}},\n{list_of_shared}{list_of_names}"rows": [{_block(rows)}]\n}}\n'
+            f'"runs": {{{_block(runs)}}},\n{repeated}"rows": [{_block(rows)}]\n}}\n'
         )
 
 

@@ -39,6 +39,7 @@ from flashdig.kernels.hopper.decode_pieces import (
     receive_piece,
 )
 from flashdig.kernels.hopper.forward_producer import ROWS
+from flashdig.kernels.hopper.names import attention_name, with_dtype
 from flashdig.kernels.hopper.problem import Terms, final_scores, key_tiles, masked, problem_of
 from flashdig.kernels.hopper.schedule import Sizes, new_mail
 from flashdig.kernels.hopper.softmax import first_softmax
@@ -128,24 +129,9 @@ def _consume(
 
 
 def kernel_name(specialization):
-    c = specialization.constants
-    dtype = "bf16" if "bf16" in specialization.signature["q_desc"] else "fp16"
-    head_dim = f"d{c['HEAD_DIM']}"
-    if c["HEAD_DIM_V"] != c["HEAD_DIM"]:
-        head_dim += f"v{c['HEAD_DIM_V']}"
-    parts = [f"flashdig_hopper_decode_{dtype}_{head_dim}_m64n{c['BLOCK_N']}"]
-    if c["LEFT"]:
-        parts.append("window")
-    elif c["RIGHT"]:
-        parts.append("causal")
-    for there, word in (
-        (c["PAGE_SIZE"] > 0, "paged"),
-        (c["SOFTCAP"], "softcap"),
-        (specialization.signature["sinks_ptr"] != "constexpr", "sinks"),
-    ):
-        if there:
-            parts.append(word)
-    return "_".join(parts)
+    words = {"paged": specialization.constants["PAGE_SIZE"] > 0}
+    made = with_dtype("decode", specialization)
+    return attention_name(specialization, made, ROWS.value, words, full="")
 
 
 @gluon.jit(

@@ -5,6 +5,7 @@ A part is float32, rows in use alone: (piece, KV head, row of the tile), with it
 """
 
 from flashdig.kernels.gluon_api import aggregate, gl, gluon, meet_in_partition
+from flashdig.kernels.hopper.columns import scaled
 from flashdig.kernels.hopper.decode_pieces import ARRIVALS
 from flashdig.kernels.hopper.problem import LOG2_E
 
@@ -43,14 +44,9 @@ class Results:
 
 
 @gluon.jit
-def _columns(x, FIRST: gl.constexpr):
-    return FIRST + gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
-
-
-@gluon.jit
 def _store_block(pointer, x, places, known, results, FIRST: gl.constexpr):
     """places: of the rows of x, in elements; FIRST: its first column."""
-    columns = _columns(x, FIRST)
+    columns = FIRST + gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
     rows: gl.constexpr = gl.SliceLayout(1, x.type.layout)
     inside = gl.convert_layout(known, rows)[:, None] & (columns < results.HEAD_DIM_V)[None, :]
     pointers = pointer + gl.convert_layout(places, rows)[:, None] + columns[None, :]
@@ -103,21 +99,7 @@ def store_whole(out, factor, lse, results, piece, sizes, sinks_ptr):
         kept, lse = _with_sinks(lse, head, known, sinks_ptr)
         factor = factor * kept
     gl.store(results.lse_ptr + statistics, lse, mask=known)
-    _store_blocks(results.out_ptr, _times(out, factor), places * results.HEAD_DIM_V, known, results)
-
-
-@gluon.jit
-def _times(out, factor):
-    if len(out) == 1:
-        product = (_times_block(out[0], factor),)
-    else:
-        product = (_times_block(out[0], factor), _times_block(out[1], factor))
-    return product
-
-
-@gluon.jit
-def _times_block(x, factor):
-    return x * gl.convert_layout(factor, gl.SliceLayout(1, x.type.layout))[:, None]
+    _store_blocks(results.out_ptr, scaled(out, factor), places * results.HEAD_DIM_V, known, results)
 
 
 @gluon.jit
@@ -134,7 +116,7 @@ def store_part(out, factor, lse, results, piece, sizes):
     places = _part_rows(results, piece.number, piece, sizes, rows)
     gl.store(results.part_lse_ptr + places, lse, mask=known)
     _store_blocks(
-        results.part_ptr, _times(out, factor), places * results.HEAD_DIM_V, known, results
+        results.part_ptr, scaled(out, factor), places * results.HEAD_DIM_V, known, results
     )
     meet_in_partition()  # all stores of the warpgroup lie before the arrival, which releases them
     arrivals = results.counter_ptr + ARRIVALS + piece.sequence * sizes.num_heads + piece.head

@@ -14,12 +14,12 @@ from flashdig.kernels.hopper.schedule import (
     SENT_AHEAD,
     Place,
     clear_counter,
+    next_program,
     read_mail,
     write_mail,
 )
 from flashdig.kernels.triton.paged import cache_row, key_extent
 
-PIECE_FIELDS = gl.constexpr(8)
 NO_PIECE = gl.constexpr(-1)
 # of a block's counter: for units, for blocks that are done, nothing, nothing; then for each
 # sequence and KV head the pieces that are done
@@ -154,8 +154,8 @@ def _plan(
     sizes, terms, lengths, splits, wanted, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     SLOTS: gl.constexpr,
 ):  # fmt: skip
-    """Of at most SLOTS sequences. The first keys wait for it, so what follows from three sums alone
-    is not worked out further."""
+    """Of at most SLOTS sequences. The first keys wait for it, so nothing is worked out that three
+    numbers rule out: the longest, the shortest and all of them together."""
     layout: gl.constexpr = gl.BlockedLayout([SLOTS // 32], [32], [1], [0])
     sequence = gl.arange(0, SLOTS, layout)
     own = sequence
@@ -285,7 +285,7 @@ def produce_keys(
             # claimed late: a block that took its next piece while it walks a long one would keep it
             # from those that have nothing left
             if step == steps - 1:
-                following = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1)
+                following = next_program(counter_ptr)
             # those of the next step are on their way while this one waits for room
             ahead = _numbers(source, k_descs, start_n - BLOCK_N, BLOCK_N, PAGED)
             _put(keys, done + step, k_descs, source, numbers, start_n, PAGED)

@@ -43,6 +43,7 @@ from flashdig.kernels.hopper.columns import (
     to_shared,
 )
 from flashdig.kernels.hopper.forward_producer import ROWS, produce
+from flashdig.kernels.hopper.names import attention_name, with_dtype
 from flashdig.kernels.hopper.problem import (
     LOG2_E,
     Terms,
@@ -264,24 +265,14 @@ def row_statistics(row_max, row_sums, rows, tile_rows, place, sizes, terms, lse_
 
 def kernel_name(specialization):
     c = specialization.constants
-    dtype = "bf16" if "bf16" in specialization.signature["q_desc"] else "fp16"
-    head_dim = f"d{c['HEAD_DIM']}"
-    if c["HEAD_DIM_V"] != c["HEAD_DIM"]:
-        head_dim += f"v{c['HEAD_DIM_V']}"
-    parts = [f"flashdig_hopper_forward_{dtype}_{head_dim}_m{64 * c['CONSUMERS']}n{c['BLOCK_N']}"]
-    parts.append("window" if c["LEFT"] else "causal" if c["RIGHT"] else "full")
-    for there, word in (
-        (c["PACKED"], "varlen"),
-        (c["PAGE_SIZE"] > 0, "paged"),
-        (c["LISTED"] and c["PAGE_SIZE"] == 0, "cache"),
-        (c["GROUP"] > 1, "grouped"),
-        (c["SOFTCAP"], "softcap"),
-        (specialization.signature["slopes_ptr"] != "constexpr", "alibi"),
-        (specialization.signature["sinks_ptr"] != "constexpr", "sinks"),
-    ):
-        if there:
-            parts.append(word)
-    return "_".join(parts)
+    words = {
+        "varlen": c["PACKED"],
+        "paged": c["PAGE_SIZE"] > 0,
+        "cache": c["LISTED"] and c["PAGE_SIZE"] == 0,
+        "grouped": c["GROUP"] > 1,
+    }
+    made = with_dtype("forward", specialization)
+    return attention_name(specialization, made, ROWS.value * c["CONSUMERS"], words)
 
 
 @gluon.jit(

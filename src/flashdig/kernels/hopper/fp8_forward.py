@@ -58,6 +58,7 @@ from flashdig.kernels.hopper.fp8_columns import (
     wait_for_values,
 )
 from flashdig.kernels.hopper.fp8_softmax import P_FACTOR, online_softmax
+from flashdig.kernels.hopper.names import attention_name
 from flashdig.kernels.hopper.problem import Terms, final_scores, key_tiles, masked, problem_of
 from flashdig.kernels.hopper.rows import Rows, rows_of_queries
 from flashdig.kernels.hopper.schedule import (
@@ -327,21 +328,8 @@ def _consume(
 
 def kernel_name(specialization):
     c = specialization.constants
-    head_dim = f"d{c['HEAD_DIM']}"
-    if c["HEAD_DIM_V"] != c["HEAD_DIM"]:
-        head_dim += f"v{c['HEAD_DIM_V']}"
-    parts = [f"flashdig_hopper_forward_e4m3_{head_dim}_m{64 * c['CONSUMERS']}n{c['BLOCK_N']}"]
-    parts.append("window" if c["LEFT"] else "causal" if c["RIGHT"] else "full")
-    for there, word in (
-        (c["PACKED"], "varlen"),
-        (c["GROUP"] > 1, "grouped"),
-        (c["SOFTCAP"], "softcap"),
-        (specialization.signature["slopes_ptr"] != "constexpr", "alibi"),
-        (specialization.signature["sinks_ptr"] != "constexpr", "sinks"),
-    ):
-        if there:
-            parts.append(word)
-    return "_".join(parts)
+    words = {"varlen": c["PACKED"], "grouped": c["GROUP"] > 1}
+    return attention_name(specialization, "forward_e4m3", ROWS.value * c["CONSUMERS"], words)
 
 
 @gluon.jit(
