@@ -278,10 +278,11 @@ def check_row(row: Any, run_ids: Collection[str], where: str) -> None:
         if value is not None and not is_allowed(value):
             raise RecordError(f"{where}: {name} must be {allowed}, got {value!r}")
         check_json(value, f"{where}: {name}")
+    # first: in a file, a row without its run lacks what the run's rows share
+    if row.get("run_id") is not None and row["run_id"] not in run_ids:
+        raise RecordError(f"{where}: run_id {row['run_id']!r} is not a run of this record")
     _require(row, ("run_id", "kind"), where)
     _require(row, REQUIRED[row["kind"]], f"{where} ({row['kind']})")
-    if row["run_id"] not in run_ids:
-        raise RecordError(f"{where}: run_id {row['run_id']!r} is not a run of this record")
     if row["kind"] == "test":
         _check_test_counts(row, where)
     else:
