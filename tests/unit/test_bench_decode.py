@@ -163,16 +163,21 @@ def test_a_loop_is_kept_as_soon_as_it_was_measured(failures, monkeypatch, tmp_pa
     assert "1x128: flashdig, InPlaceCache -;" in capsys.readouterr().out
 
 
-def test_the_documented_figures_are_the_records() -> None:
-    root = Path(__file__).parents[2]
-    text = (root / "docs" / "inference.md").read_text("utf-8")
-    results = root / "benchmarks" / "results" / "nvidia-h200"
-    record = read_record(results / "decode.json")
-    latest = {}
+def latest_by_clock(path):
+    """The rows of the last run of each clock."""
+    record, latest = read_record(path), {}
     for run in record.runs:
         rows = record.rows_of(run.run_id)
         (clock,) = {row["clock"] for row in rows}
         latest[clock] = rows
+    return latest
+
+
+def test_the_documented_figures_are_the_records() -> None:
+    root = Path(__file__).parents[2]
+    text = (root / "docs" / "inference.md").read_text("utf-8")
+    results = root / "benchmarks" / "results" / "nvidia-h200"
+    latest = latest_by_clock(results / "decode.json")
     graph, eager = latest["graph"], latest["host"]
     assert decode.table_of(graph) in text
     (own,) = [r for r in eager if r["backend"] == "triton" and r["features"]["cache"] == "dense"]
@@ -190,9 +195,7 @@ def test_the_readme_says_how_decoding_stands() -> None:
     root = Path(__file__).parents[2]
     text = " ".join((root / "README.md").read_text("utf-8").split())
     results = root / "benchmarks" / "results" / "nvidia-h200"
-    record = read_record(results / "decode.json")
-    runs = [record.rows_of(run.run_id) for run in record.runs]
-    graph = [rows for rows in runs if rows[0]["clock"] == "graph"][-1]
+    graph = latest_by_clock(results / "decode.json")["graph"]
     cells: dict = {}
     for row in graph:
         key = (row["features"]["cell"], row["features"]["cache"])

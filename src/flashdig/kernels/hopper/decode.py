@@ -40,13 +40,18 @@ from flashdig.kernels.hopper.decode_pieces import (
 )
 from flashdig.kernels.hopper.forward_producer import ROWS
 from flashdig.kernels.hopper.names import attention_name, with_dtype
-from flashdig.kernels.hopper.problem import Terms, final_scores, key_tiles, masked, problem_of
+from flashdig.kernels.hopper.problem import (
+    LN_2,
+    Terms,
+    final_scores,
+    key_tiles,
+    masked,
+    problem_of,
+)
 from flashdig.kernels.hopper.schedule import Sizes, new_mail
 from flashdig.kernels.hopper.softmax import first_softmax
 from flashdig.kernels.hopper.walk import Span, settled, walk
 from flashdig.kernels.triton.launch_order import begin_after
-
-LN_2 = gl.constexpr(0.6931471805599453)
 
 
 @gluon.jit

@@ -7,9 +7,8 @@ A part is float32, rows in use alone: (piece, KV head, row of the tile), with it
 from flashdig.kernels.gluon_api import aggregate, gl, gluon, meet_in_partition
 from flashdig.kernels.hopper.columns import scaled
 from flashdig.kernels.hopper.decode_pieces import ARRIVALS
-from flashdig.kernels.hopper.problem import LOG2_E
+from flashdig.kernels.hopper.problem import LN_2, LOG2_E
 
-LN_2 = gl.constexpr(0.6931471805599453)
 _AT_ONCE = gl.constexpr(8)  # parts that are read at once
 
 
@@ -109,6 +108,12 @@ def _part_rows(results, number, piece, sizes, rows):
 
 
 @gluon.jit
+def _arrivals(results, piece, sizes):
+    """Counts the pieces that are done of the piece's sequence and KV head."""
+    return results.counter_ptr + ARRIVALS + piece.sequence * sizes.num_heads + piece.head
+
+
+@gluon.jit
 def store_part(out, factor, lse, results, piece, sizes):
     """One piece's part; True where it was the last of its sequence and KV head."""
     rows = gl.arange(0, lse.shape[0], lse.type.layout)
@@ -119,8 +124,7 @@ def store_part(out, factor, lse, results, piece, sizes):
         results.part_ptr, scaled(out, factor), places * results.HEAD_DIM_V, known, results
     )
     meet_in_partition()  # all stores of the warpgroup lie before the arrival, which releases them
-    arrivals = results.counter_ptr + ARRIVALS + piece.sequence * sizes.num_heads + piece.head
-    return gl.atomic_add(arrivals, 1, sem="acq_rel") == piece.own - 1
+    return gl.atomic_add(_arrivals(results, piece, sizes), 1, sem="acq_rel") == piece.own - 1
 
 
 @gluon.jit
@@ -173,5 +177,4 @@ def join_parts(results, piece, sizes, sinks_ptr, COLUMNS: gl.constexpr, ROWS: gl
         inside = inside & (in_columns < results.HEAD_DIM_V)[None, :]
         pointers = results.out_ptr + rows_at[:, None] + in_columns[None, :]
         gl.store(pointers, out.to(results.out_ptr.dtype.element_ty), mask=inside)
-    arrivals = results.counter_ptr + ARRIVALS + piece.sequence * sizes.num_heads + piece.head
-    gl.store(arrivals, 0)
+    gl.store(_arrivals(results, piece, sizes), 0)

@@ -6,10 +6,10 @@ how many pieces each sequence has, as `triton.decode_plan` does. So no launch co
 """
 
 from flashdig.kernels.gluon_api import aggregate, gl, gluon, mbarrier
-from flashdig.kernels.hopper.columns import load_blocks, tile_at
-from flashdig.kernels.hopper.pages import Pages, page_numbers, put_pages, put_pieces
+from flashdig.kernels.hopper.forward_producer import pages_of, put_queries
+from flashdig.kernels.hopper.pages import page_numbers, put_pages, put_pieces
 from flashdig.kernels.hopper.problem import key_tiles, problem_of
-from flashdig.kernels.hopper.rows import Rows, rows_of_queries
+from flashdig.kernels.hopper.rows import Rows
 from flashdig.kernels.hopper.schedule import (
     SENT_AHEAD,
     Place,
@@ -224,16 +224,11 @@ def _piece_of(
 @gluon.jit
 def _source(piece, padding, sizes, cache):
     """Where a piece's keys lie: `Pages`, or rows of a cache without pages."""
-    table_ptr, stride_table, cache_rows, rows_between = cache
     if sizes.PAGE_SIZE > 0:
-        begin = padding
-        if sizes.LEFT:  # the table's entries before it are not read
-            begin = gl.maximum(place_of_piece(piece, sizes).offset - sizes.left, 0)
-        row_ptr = table_ptr + piece.sequence.to(gl.int64) * stride_table
-        source = Pages(
-            row_ptr, piece.head, begin, piece.seqlen_k, cache_rows, rows_between, sizes.PAGE_SIZE
-        )
+        place = place_of_piece(piece, sizes)
+        source = pages_of(place, piece.head, sizes, cache, place.start_m)
     else:
+        table_ptr, _, cache_rows, rows_between = cache
         first = cache_row(table_ptr, piece.sequence, cache_rows) * rows_between + padding
         source = Rows(piece.sequence, piece.head, first, piece.seqlen_k, True, 1)
     return source
@@ -291,9 +286,8 @@ def produce_keys(
             _put(keys, done + step, k_descs, source, numbers, start_n, PAGED)
             if step == 0:  # the first keys find room before the queries do
                 _send(mail, count, piece)
-                mbarrier.wait(q_empty.index(0), (count & 1) ^ 1)
-                queries = rows_of_queries(place_of_piece(piece, sizes), sizes)
-                load_blocks(q_descs, queries, 0, q_full.index(0), tile_at(q_tiles, 0))
+                place = place_of_piece(piece, sizes)
+                put_queries(q_descs, q_tiles, q_full, q_empty, place, sizes, count, 1)
             numbers = ahead
             start_n -= BLOCK_N
         count += 1

@@ -45,6 +45,7 @@ from flashdig.kernels.hopper.columns import (
 from flashdig.kernels.hopper.forward_producer import ROWS, produce
 from flashdig.kernels.hopper.names import attention_name, with_dtype
 from flashdig.kernels.hopper.problem import (
+    LN_2,
     LOG2_E,
     Terms,
     final_scores,
@@ -62,8 +63,6 @@ from flashdig.kernels.hopper.softmax import first_softmax
 from flashdig.kernels.hopper.turns import give_first_turn
 from flashdig.kernels.hopper.walk import pass_by, settled, span_of, walk
 from flashdig.kernels.triton.launch_order import begin_after
-
-LN_2 = gl.constexpr(0.6931471805599453)
 
 
 @gluon.jit

@@ -21,12 +21,12 @@ ROWS = gl.constexpr(64)  # of a warpgroup's tile
 
 
 @gluon.jit
-def _pages_of(place, head_kv, problem, sizes, cache, block_row):
-    """The pages of a tile's sequence; see `produce`."""
+def pages_of(place, head_kv, sizes, cache, block_row):
+    """The pages of a tile's sequence. block_row: the tile's first query; cache: see `produce`."""
     table_ptr, stride_table, count, rows = cache
     begin = block_row * 0
     if sizes.LEFT:
-        begin = gl.maximum(block_row + problem.offset - problem.left, 0)
+        begin = gl.maximum(block_row + place.offset - sizes.left, 0)
     row_ptr = table_ptr + place.batch.to(gl.int64) * stride_table
     return Pages(row_ptr, head_kv, begin, place.seqlen_k, count, rows, sizes.PAGE_SIZE)
 
@@ -91,7 +91,7 @@ def produce(
             pages = key_rows
             numbers = place.batch
             if PAGED:
-                pages = _pages_of(place, head_kv, problem, sizes, cache, place.start_m // GROUP)
+                pages = pages_of(place, head_kv, sizes, cache, place.start_m // GROUP)
                 numbers = page_numbers(pages, k_descs[0], (end - 1) * BLOCK_N, BLOCK_N)
             # the first keys find room before the queries do
             _put(keys, done, k_descs, key_rows, pages, numbers, (end - 1) * BLOCK_N, PAGED)

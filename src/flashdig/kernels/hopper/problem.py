@@ -6,6 +6,7 @@ Device code. Scores reach units of log2 by one factor, `exp_factor`, inside the 
 from flashdig.kernels.gluon_api import aggregate, gl, gluon
 
 LOG2_E = gl.constexpr(1.4426950408889634)
+LN_2 = gl.constexpr(0.6931471805599453)
 
 
 @aggregate
