@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from flashdig import attention_with_kvcache, kept_calls
+from flashdig import attention_with_kvcache, kept_cache_calls, kept_calls
 from flashdig.bench.gate import float64_reference
 from flashdig.bench.kvcache_cases import make_case
 from flashdig.bench.kvcache_conformance import judge
@@ -17,6 +17,7 @@ from flashdig.kernels.hopper import decode_launch as hopper
 from flashdig.kernels.triton import decode_launch
 
 pytestmark = pytest.mark.gpu
+KEPT = (kept_cache_calls, kept_calls, plans)
 DOMAINS = {
     "dtype": ("bfloat16", "float16"),
     "head_dims": ((128, 128), (64, 64), (80, 80), (96, 72)),
@@ -54,10 +55,10 @@ def served(monkeypatch):
         return state["pieces"] or hopper.pieces_of(call, call.out_dtype(dtype)) or 1
 
     monkeypatch.setattr(decode_launch, "_pieces_on_hopper", pieces)
-    for kept in (kept_calls, plans):  # what was kept without it
+    for kept in KEPT:  # what was kept without it
         kept.forget()
     yield state
-    for kept in (kept_calls, plans):
+    for kept in KEPT:
         kept.forget()
 
 
