@@ -20,9 +20,10 @@ BATCH, HEADS, HEADS_KV, SEQLEN = 2, 8, 2, 4096
 CALLS: dict[str, dict[str, Any]] = {
     "sm_80": {"cache": torch.float8_e4m3fn, "dim": 32},
     "sm_90": {"page": 16, "dim": 64, "append": True},
-    "sm_90, mixed": {"page": 16, "dim": 64, "queries": [1, 300]},
+    "sm_90, mixed": {"page": 4, "dim": 64, "queries": [1, 300]},
     "sm_90, listed": {"page": 16, "dim": 64, "queries": [1, 2400]},
     "sm_90, pieces": {"page": 16, "dim": 128, "append": True, "free": True},
+    "sm_90, packed pieces": {"dim": 96, "queries": [1, 20]},
     "sm_100": {"dim": 32, "tokens": 64, "invariant": True},
     "sm_120": {"dim": 32, "dtype": torch.float16, "page": 16, "ragged": True},
 }

@@ -24,13 +24,11 @@ NAMES = {
         "flashdig_combine_bf16_v64",
     ],
     "sm_90, listed": [
-        "flashdig_clear_slack",
         "flashdig_list_tiles",
-        "flashdig_plan_pieces",
         "flashdig_hopper_forward_bf16_d64_m192n64_causal_varlen_paged",
-        "flashdig_decode_ragged_bf16_d64_m16n128_causal_varlen_paged_split",
     ],
     "sm_90, pieces": ["flashdig_append_kv"],
+    "sm_90, packed pieces": [],
     "sm_100": ["flashdig_decode_bf16_d32_m64n64_causal_split"],
     "sm_120": [
         "flashdig_plan_pieces",
@@ -60,8 +58,8 @@ def compiled():
 def test_kernels_fit_the_chip(name, compiled) -> None:
     kernels = compiled[name]
     assert [kernel["name"] for kernel in kernels[:-1]] == NAMES[name]
-    last = "flashdig_hopper_decode_" if "pieces" in name else "flashdig_combine_"
-    assert kernels[-1]["name"].startswith(last)
+    last = "hopper_decode" if "pieces" in name or "listed" in name else "combine"
+    assert kernels[-1]["name"].startswith(f"flashdig_{last}_")
     chip = architecture(name.partition(",")[0])
     for kernel in kernels:
         assert kernel["shared_bytes"] <= chip.shared_bytes_per_block, kernel["name"]
@@ -97,15 +95,16 @@ def test_launches_behind_the_first_wait_for_it(compiled) -> None:
 def test_pages_are_copied_by_tma_in_pieces(compiled) -> None:
     """Four pieces of 16 keys for the first tile of keys, then for keys and values of each step, and
     three tiles of queries; the page numbers come from one load, a lane each."""
-    (kernel,) = (k for k in compiled["sm_90, listed"] if "hopper" in k["name"])
+    (kernel,) = (k for k in compiled["sm_90, listed"] if "hopper_forward" in k["name"])
     assert kernel["opcodes"]["UTMALDG.5D"] == 4 + 2 * 4 + 3
     assert kernel["opcodes"]["REDUX.MAX.S32"] >= 8
 
 
 def test_decoding_on_hopper_is_one_launch(compiled) -> None:
     """Its pages too are copied in pieces, by two warps; nothing of its loops lies in memory."""
-    _append, kernel = compiled["sm_90, pieces"]
-    assert kernel["opcodes"]["UTMALDG.5D"] > 2 * 4
-    assert {"HGMMA", "SYNCS"} <= {opcode.split(".")[0] for opcode in kernel["opcodes"]}
-    assert kernel["stack_bytes"] == 0
-    assert any(opcode.startswith("ATOMG") for opcode in kernel["opcodes"])
+    for name in ("sm_90, pieces", "sm_90, packed pieces", "sm_90, listed"):
+        kernel = compiled[name][-1]
+        assert kernel["opcodes"]["UTMALDG.5D"] > (2 * 4 if "packed" not in name else 2)
+        assert {"HGMMA", "SYNCS"} <= {opcode.split(".")[0] for opcode in kernel["opcodes"]}
+        assert kernel["stack_bytes"] == 0
+        assert any(opcode.startswith("ATOMG") for opcode in kernel["opcodes"])

@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from flashdig import attention_with_kvcache, kept_cache_calls, kept_calls
+from flashdig import attention_varlen, attention_with_kvcache, kept_cache_calls, kept_calls
 from flashdig.bench.gate import float64_reference
 from flashdig.bench.kvcache_cases import make_case
 from flashdig.bench.kvcache_conformance import judge
@@ -24,7 +24,7 @@ DOMAINS = {
     "cache": ("dense", "page 8", "page 16", "page 48", "page 128"),
     "heads": ((8, 2), (4, 4), (16, 1)),
     "mask": ("full", "causal", "window", "causal window"),
-    "tokens": ("one", "few"),
+    "tokens": ("one", "few", "packed"),
     "append": ("none", "new", "rotary"),
     "terms": ("none", "softcap and sinks", "leftpad"),
     "pieces": (1, 3),
@@ -190,4 +190,95 @@ def test_keys_behind_a_length_may_hold_nan(served) -> None:
     for b, length in enumerate(lengths):
         k[b, length:], v[b, length:] = float("nan"), float("nan")
     assert torch.equal(attention_with_kvcache(q, k, v, **options), expected)
+    assert served["calls"] > 0
+
+
+def _reference(q, keys, values):
+    """float64's verdict on causal attention of a sequence's last tokens; (tokens, heads, dim)."""
+    q, keys, values = (x.transpose(0, 1)[None] for x in (q, keys, values))
+    return float64_reference(q, keys, values, causal=True, pairs="all")
+
+
+QUERIES = {
+    "one token each": [1] * 40,
+    "some tokens": [n % 6 for n in range(40)],
+    "several tiles": [1, 70, 0, 33, 1, 16, 17] + [1] * 20,
+    "beside a chunk": [1, 5, 0, 16, 17, 3000, 2, 3, 4] + [1] * 31,
+}
+
+
+@pytest.mark.parametrize("group", [4, 32])
+@pytest.mark.parametrize("pieces", [0, 1, 4])
+@pytest.mark.parametrize("page", [0, 16])
+@pytest.mark.parametrize("kind", QUERIES)
+def test_packed_queries(kind, page, pieces, group, served) -> None:
+    """Among rows that belong to nobody, twice, with the same bits."""
+    queries = QUERIES[kind]
+    lengths = [max(tokens, n) for tokens, n in zip(queries, LENGTHS["log-normal"], strict=False)]
+    served["pieces"] = pieces
+    k, v, table, rows = _cache(lengths, page, heads=2)
+    between = [n % 3 if page else 0 for n in range(len(queries))]
+    owned = [7, *(tokens + n for n, tokens in zip(between, queries, strict=True))]
+    offsets = _integers(owned).cumsum(0).to(torch.int32)
+    q = _randn(int(offsets[-1]) + 9, 2 * group, 128)
+
+    def call():
+        options = {"page_table": table, "causal": True, "return_lse": True}
+        if not page:
+            seqlens = _integers(lengths)
+            return attention_with_kvcache(
+                q, k, v, cache_seqlens=seqlens, cu_seqlens_q=offsets, **options
+            )
+        offsets_k = _integers([0, *lengths]).cumsum(0).to(torch.int32)
+        return attention_varlen(
+            q, k, v, offsets, offsets_k, seqused_q=_integers(queries), **options
+        )
+
+    out, lse = call()
+    again, lse_again = call()
+    assert served["calls"] > 0
+    assert torch.equal(out, again)
+    assert torch.equal(lse, lse_again)
+    slack = torch.ones(q.shape[0], dtype=torch.bool)
+    for b, (tokens, length) in enumerate(zip(queries, lengths, strict=True)):
+        begin = int(offsets[b])
+        mine = slice(begin, begin + tokens)
+        slack[mine] = False
+        if tokens == 0:
+            continue
+        if length == 0:
+            assert not out[mine].any()
+            continue
+        keys, values = (x[b, :length] for x in rows)
+        verdict = _reference(q[mine], keys, values).check(out[mine].transpose(0, 1)[None])
+        assert verdict.ok, (b, verdict)
+    assert not out[slack].any()
+    assert (lse[:, slack] == float("-inf")).all()
+
+
+def test_a_captured_packed_call_follows_queries_that_change(served) -> None:
+    """Also after offsets that are none: they give no right result, but spoil no later one."""
+    k, v, table, _ = _cache([4096] * 40, 16, heads=2)
+    q, lengths = _randn(64, 8, 128), _integers(LENGTHS["log-normal"])
+
+    def call(offsets):
+        return attention_with_kvcache(
+            q, k, v, cache_seqlens=lengths, page_table=table, causal=True, cu_seqlens_q=offsets
+        )
+
+    kinds = [[1] * 40, [0] * 20 + [3] * 20, [24] + [1] * 38 + [2], [0] * 40]
+    kinds = [_integers([0, *kind]).cumsum(0).to(torch.int32) for kind in kinds]
+    expected = [call(offsets) for offsets in kinds]
+    none = _integers([0, 64] * 20 + [0])
+    offsets = kinds[0].clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call(offsets)
+    for _ in range(2):
+        for given, right in zip(kinds, expected, strict=True):
+            offsets.copy_(given)
+            graph.replay()
+            assert torch.equal(out, right)
+        offsets.copy_(none)
+        graph.replay()
     assert served["calls"] > 0

@@ -52,13 +52,14 @@ def launches_of(call, arch="sm_90", **options):
 
 
 def test_chunks_go_to_the_hopper_forward() -> None:
-    assert launches_of(prepared_call([1] * 32 + [512])) == [
-        ("list", "waits", False),
-        ("plan", "overlaps", True),
-        ("listed", "waits", True),
-        ("ragged", "overlaps", True),
-        ("join ragged", "last", True),
-    ]
+    chunks = [("list", "waits", False), ("listed", "waits", True)]
+    assert launches_of(prepared_call([1] * 32 + [512])) == [*chunks, ("pieces", "beside", True)]
+    with_slopes = replace(
+        prepared_call([1] * 32 + [512]), alibi_slopes=meta(32, dtype=torch.float32)
+    )
+    (listing, listed), kinds = chunks, ("plan", "ragged", "join ragged")
+    plan, ragged, join = zip(kinds, ("overlaps", "overlaps", "last"), (True,) * 3, strict=True)
+    assert launches_of(with_slopes) == [listing, plan, listed, ragged, join]
     prompt = [("list", "waits", False), ("listed", "last", True)]
     for splits in (0, 1):
         assert launches_of(prepared_call([512]), num_splits=splits) == prompt
@@ -114,7 +115,7 @@ def test_what_follows_in_the_stream_sees_everything_written() -> None:
         assert not early
         assert first == "waits"
         assert all(early and order != "none" for _, order, early in rest)
-        assert rest[-1][1] == "last"
+        assert rest[-1][1] == ("beside" if queries == mixed and page == 16 else "last")
 
 
 def test_a_call_without_parts_is_one_launch() -> None:
@@ -137,6 +138,24 @@ def test_decoding_on_hopper_is_one_launch() -> None:
         assert launches_of(prepared_call(8), **options)[0][0] == "even"
 
 
+def test_packed_queries_of_few_tokens_are_one_launch() -> None:
+    """Also where several tiles hold a sequence's; parts are as high as a tile."""
+    for queries, rows in (([1] * 8, 16), ([4] * 8, 64), ([1, 1, 64], 64)):
+        call = prepared_call(queries)
+        assert launches_of(call) == [("pieces", "none", False)]
+        assert decode_launch.tile_rows(call) == rows
+    assert decode_launch.tile_rows(prepared_call(8)) == 0
+
+
+def test_a_chunk_is_listed_from_some_rows_on() -> None:
+    """However many multiprocessors stay idle: tiles of 64 rows would read all keys again."""
+    assert [kind for kind, _, _ in launches_of(prepared_call([1, 90]))] == ["pieces"]
+    assert launches_of(prepared_call([1, 150]))[-2:] == [
+        ("listed", "waits", True),
+        ("pieces", "beside", True),
+    ]
+
+
 def in_pieces(queries=8, **changes):
     """Pieces of each sequence's keys; 0 where another kernel takes the call."""
     call = replace(prepared_call(queries, **changes.pop("made", {})), **changes)
@@ -146,8 +165,9 @@ def in_pieces(queries=8, **changes):
 def test_what_decoding_on_hopper_does_not_serve() -> None:
     assert in_pieces() > 0
     assert in_pieces(1) == 0
-    assert in_pieces([1] * 8) == 0  # packed
-    assert in_pieces(600) == 0
+    assert in_pieces([1] * 8) == in_pieces()  # packed
+    assert in_pieces([70, 0, 1], made={"lengths": False}) > 0
+    assert in_pieces([1] * 600) == in_pieces(600) == 0
     assert in_pieces(made={"page": 4}) == 0
     assert in_pieces(made={"dtype": torch.float32}) == 0
     assert in_pieces(made={"head_dim": 256}) == 0

@@ -1,5 +1,5 @@
-"""Steps of a server: sequences that decode beside one that is still being read, in one call; or the
-latter alone.
+"""Steps of a server: sequences that decode beside one that is still being read, packed in one call;
+or either alone.
 
     python -m flashdig.bench.decode_mixed --output benchmarks/results/nvidia-h200/decode-mixed.json
 
@@ -34,7 +34,8 @@ REPETITIONS = 3
 
 @dataclass(frozen=True)
 class MixedCell:
-    """`decoding` sequences with one query token each, and one with a chunk of its prompt."""
+    """`decoding` sequences with one query token each, and one with a chunk of its prompt, unless
+    that is 0."""
 
     decoding: int
     chunk: int
@@ -46,7 +47,7 @@ class MixedCell:
     @property
     def queries(self) -> list[int]:
         """Query tokens of each sequence."""
-        return [1] * self.decoding + [self.chunk]
+        return [1] * self.decoding + [self.chunk] * (self.chunk > 0)
 
     def lengths(self, step: int) -> list[int]:
         """Keys of each sequence in a step, its queries' own among them: log-normal with median
@@ -55,12 +56,15 @@ class MixedCell:
 
         generator = torch.Generator().manual_seed(SEED + step)
         drawn = (torch.randn(self.decoding, generator=generator) * 0.8 + 8.6).exp()
+        decoded = [int(n) for n in drawn.clamp(64, CAPACITY)]
+        if self.chunk == 0:
+            return decoded
         chunks = 8 * 1024 // self.chunk
-        read = int(torch.randint(1, chunks + 1, (), generator=generator)) * self.chunk
-        return [*(int(n) for n in drawn.clamp(64, CAPACITY)), read]
+        return [*decoded, int(torch.randint(1, chunks + 1, (), generator=generator)) * self.chunk]
 
 
 CELLS = (
+    *(MixedCell(32, 0), MixedCell(128, 0)),
     *(MixedCell(32, 512), MixedCell(128, 512), MixedCell(32, 2048)),
     *(MixedCell(0, 512), MixedCell(0, 2048), MixedCell(0, 8192)),
 )
@@ -75,7 +79,7 @@ class Step:
 
         self.cell = cell
         torch.manual_seed(SEED)
-        self.batch = cell.decoding + 1
+        self.batch = len(cell.queries)
         pages = self.batch * CAPACITY // PAGE_SIZE
 
         def randn(*shape: int) -> Any:
@@ -141,7 +145,7 @@ def _fa3(step: Step) -> Call:
         cache_seqlens=step.seqlens,
         page_table=step.page_table,
         cu_seqlens_q=step.cu_seqlens_q,
-        max_seqlen_q=step.cell.chunk,
+        max_seqlen_q=max(step.cell.queries),
         causal=True,
     )
 
@@ -155,7 +159,7 @@ def _fa4(step: Step) -> Call:
         step.k,
         step.v,
         cu_seqlens_q=step.cu_seqlens_q,
-        max_seqlen_q=step.cell.chunk,
+        max_seqlen_q=max(step.cell.queries),
         seqused_k=step.seqlens,
         page_table=step.page_table,
         causal=True,
@@ -236,10 +240,10 @@ def _row(cell: MixedCell, name: str) -> dict[str, Any]:
         "kind": "speed",
         "pass": "decode",
         "name": f"mixed {cell.name}, page {PAGE_SIZE}",
-        "batch": cell.decoding + 1,
+        "batch": len(cell.queries),
         "num_heads": NUM_HEADS,
         "num_heads_kv": NUM_HEADS_KV,
-        "seqlen_q": cell.chunk,
+        "seqlen_q": max(cell.queries),
         "seqlen_k": CAPACITY,
         "head_dim": HEAD_DIM,
         "head_dim_v": HEAD_DIM,

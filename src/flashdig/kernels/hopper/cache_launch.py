@@ -44,6 +44,9 @@ LEAST_PIECE = 8
 # by padded head_dim, the share of the multiprocessors that must have work: below it, keys cut into
 # pieces win; the kernels that cut them are the slower the wider heads are
 LEAST_FILL = {64: 0.7, 96: 0.25, 128: 0.55, 192: 0.1, 256: 0.1}
+# rows from which on idle multiprocessors do not count where the Hopper decoding kernel is the other
+# choice: its tiles have 64 rows, each of which reads all keys again
+_ROWS_BESIDE_PIECES = 400
 MAX_LISTED_SLOTS = 4096
 # rows a second with three consumers, two being 1: they share a tile of keys, and at head_dim 96
 # more tiles are on their way. Where others decode beside them, it counts as well how many
@@ -64,20 +67,29 @@ class ListedTile:
 
 
 def choose_tile(
-    call: CacheCall, out_dtype: torch.dtype, tokens: int, sequences: int, *, beside: bool
+    call: CacheCall,
+    out_dtype: torch.dtype,
+    tokens: int,
+    sequences: int,
+    *,
+    beside: bool,
+    in_pieces: bool = False,
 ) -> ListedTile | None:
-    """The tile of a call over a cache; None where this kernel does not serve it, or so few rows
-    would leave multiprocessors idle.
+    """The tile of a call over a cache; None where this kernel does not serve it, or another one is
+    faster, since so few rows would leave multiprocessors idle.
 
     Args:
         tokens, sequences: queries of each sequence that is listed, at least one, and how many; on
             average, or as a guess where the device alone knows.
         beside: others decode beside them, on multiprocessors that they leave.
+        in_pieces: the other one is the Hopper decoding kernel.
     """
     if not is_served(call, out_dtype):
         return None
     processors = multiprocessors(call.q.device)
     wanted = processors * LEAST_FILL[padded(max(call.q.shape[-1], call.v.shape[-1]))]
+    if in_pieces and tokens * call.group_size >= _ROWS_BESIDE_PIECES:
+        wanted = 0
     best, least = None, math.inf
     for tile in tiles_for(
         call.q.shape[-1],

@@ -5,8 +5,8 @@
                 empty rows: what decides is how fast keys come, and tensor cores that read K and V
                 from shared memory leave the multiprocessor idle otherwise
 
-Where a sequence's keys are one piece its result is written at once; else the block that finishes
-the last of its pieces joins them.
+Where a tile's keys are one piece its result is written at once; else the block that finishes the
+last of its pieces joins them. Packed sequences of more queries than a tile holds have several.
 """
 
 from __future__ import annotations
@@ -30,14 +30,21 @@ from flashdig.kernels.hopper.columns import (
     take_blocks,
     tile_at,
 )
-from flashdig.kernels.hopper.decode_parts import Results, join_parts, store_part, store_whole
+from flashdig.kernels.hopper.decode_parts import (
+    Results,
+    clear_slack,
+    join_parts,
+    store_part,
+    store_whole,
+)
 from flashdig.kernels.hopper.decode_pieces import (
     NO_PIECE,
-    place_of_piece,
+    new_mail_of_pieces,
     produce_keys,
     produce_values,
     receive_piece,
 )
+from flashdig.kernels.hopper.decode_plan import Tiling, place_of_piece
 from flashdig.kernels.hopper.forward_producer import ROWS
 from flashdig.kernels.hopper.names import attention_name, with_dtype
 from flashdig.kernels.hopper.problem import (
@@ -48,15 +55,15 @@ from flashdig.kernels.hopper.problem import (
     masked,
     problem_of,
 )
-from flashdig.kernels.hopper.schedule import Sizes, new_mail
+from flashdig.kernels.hopper.schedule import Sizes
 from flashdig.kernels.hopper.softmax import first_softmax
 from flashdig.kernels.hopper.walk import Span, settled, walk
-from flashdig.kernels.triton.launch_order import begin_after
+from flashdig.kernels.triton.launch_order import begin_after, end_after
 
 
 @gluon.jit
 def _span(problem, piece, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
-    _, full_first, full_end, _ = key_tiles(problem, piece.first * 0, BLOCK_M, BLOCK_N)
+    _, full_first, full_end, _ = key_tiles(problem, piece.start, BLOCK_M, BLOCK_N)
     full_end = gl.minimum(gl.maximum(full_end, piece.first), piece.end)
     full_first = gl.minimum(gl.maximum(full_first, piece.first), full_end)
     zero = piece.first * 0
@@ -65,23 +72,27 @@ def _span(problem, piece, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
 
 @gluon.jit
 def _consume(
-    results, sinks_ptr, q_tiles, q_full, q_empty, keys, values, mail, sizes, terms,
+    results, sinks_ptr, q_tiles, q_full, q_empty, keys, values, mail, sizes, terms, lengths, tiling,
     COLUMNS: gl.constexpr, JOINED: gl.constexpr,
 ):  # fmt: skip
-    GROUP: gl.constexpr = sizes.GROUP
-    BLOCK_N: gl.constexpr = keys.tiles[0].shape[1]
+    BLOCK_N: gl.constexpr = tiling.BLOCK_N
     dtype: gl.constexpr = q_tiles[0].dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
-    rows = gl.arange(0, ROWS, s_rows) // GROUP
+    rows_of_tile = gl.arange(0, ROWS, s_rows) // sizes.GROUP
+    rows = rows_of_tile
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)
     q_read = q_empty.index(0)
     count = 0  # pieces so far
     done = 0  # tiles of keys so far
-    piece = receive_piece(mail, 0)
+    if sizes.PACKED:
+        clear_slack(results, sizes, lengths)
+    piece = receive_piece(mail, 0, sizes)
     while piece.sequence != NO_PIECE:
         problem = problem_of(sizes, place_of_piece(piece, sizes), terms, None)
-        span = _span(problem, piece, ROWS // GROUP, BLOCK_N)
+        span = _span(problem, piece, tiling.TOKENS, BLOCK_N)
+        if sizes.PACKED:
+            rows = rows_of_tile + piece.start
         mbarrier.wait(q_full.index(0), count & 1)
         started = start_scores(tile_at(q_tiles, 0), take_blocks(keys, done), zeros)
         scores = warpgroup_mma_wait(0, deps=(started,))
@@ -130,11 +141,12 @@ def _consume(
                 join_parts(results, piece, sizes, sinks_ptr, COLUMNS, JOINED)
         count += 1
         done += steps
-        piece = receive_piece(mail, count)
+        piece = receive_piece(mail, count, sizes)
 
 
 def kernel_name(specialization):
-    words = {"paged": specialization.constants["PAGE_SIZE"] > 0}
+    c = specialization.constants
+    words = {"varlen": c["TILE_ROWS"] > 0, "paged": c["PAGE_SIZE"] > 0}
     made = with_dtype("decode", specialization)
     return attention_name(specialization, made, ROWS.value, words, full="")
 
@@ -149,6 +161,7 @@ def kernel_name(specialization):
         "capacity",
         "splits",
         "wanted",
+        "most_pieces",
         "left",
         "right",
         "score_factor",
@@ -172,7 +185,11 @@ def flashdig_hopper_decode(
     part_lse_ptr,
     sinks_ptr,
     seqlens_ptr,
+    cu_k_ptr,
+    cu_new_ptr,
     leftpad_ptr,
+    cu_q_ptr,
+    used_q_ptr,
     table_ptr,
     counter_ptr,
     batch_size,
@@ -182,6 +199,7 @@ def flashdig_hopper_decode(
     capacity,
     splits,
     wanted,
+    most_pieces,
     left,
     right,
     score_factor,
@@ -194,6 +212,8 @@ def flashdig_hopper_decode(
     HEAD_DIM_V: gl.constexpr,
     COLUMNS: gl.constexpr,
     GROUP: gl.constexpr,
+    TILE_ROWS: gl.constexpr,
+    MOST_TOKENS: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
     TOP_LEFT: gl.constexpr,
     LEFT: gl.constexpr,
@@ -206,8 +226,15 @@ def flashdig_hopper_decode(
     PRODUCER_REGISTERS: gl.constexpr,
     ORDER: gl.constexpr,
 ):
-    """table_ptr: the page table, or of a cache without pages the rows of sequences. ORDER: see
-    `launch_order`."""
+    """One block for each multiprocessor.
+
+    Args:
+        table_ptr: the page table, or of a cache without pages the rows of sequences.
+        seqlen_q: of each sequence; packed, of all.
+        TILE_ROWS: of a tile of packed queries; 0: they are not packed, and one tile holds them.
+        MOST_TOKENS: longer packed sequences are left out; 0: none is.
+        ORDER: see `launch_order`.
+    """
     q_descs = blocks_of(q_desc, q_desc_rest)
     k_descs = blocks_of(k_desc, k_desc_rest)
     v_descs = blocks_of(v_desc, v_desc_rest)
@@ -220,27 +247,32 @@ def flashdig_hopper_decode(
     # as wide as Q: a descriptor of pieces copies fewer columns
     keys = new_block_ring(q_descs, BLOCK_N, STAGES, 1)
     values = new_block_ring(q_descs, BLOCK_N, STAGES, 1)
-    mail = new_mail(2)
+    PACKED: gl.constexpr = TILE_ROWS > 0
+    mail = new_mail_of_pieces(PACKED)
     fence_async_shared()
     begin_after(ORDER)
     sizes = Sizes(
         batch_size, num_heads, seqlen_q, capacity, num_heads, left, right,
-        False, GROUP, TOP_LEFT, LEFT, RIGHT, True, PAGE_SIZE,
+        PACKED, GROUP, TOP_LEFT, LEFT, RIGHT, True, PAGE_SIZE,
     )  # fmt: skip
     terms = Terms(score_factor, exp_factor, softcap, num_heads, num_heads, SOFTCAP)
-    results = Results(
-        out_ptr, lse_ptr, part_ptr, part_lse_ptr, counter_ptr, seqlen_q * GROUP, HEAD_DIM_V
-    )
+    TOKENS: gl.constexpr = (TILE_ROWS if PACKED else ROWS) // GROUP
+    tiling = Tiling(TOKENS, BLOCK_N, MOST_TOKENS, SLOTS)
+    rows = (TOKENS + seqlen_q * 0 if PACKED else seqlen_q) * GROUP
+    results = Results(out_ptr, lse_ptr, part_ptr, part_lse_ptr, counter_ptr, rows, HEAD_DIM_V)
     # the tuples stand inside the calls: bound to a name, their constants would become tensors
     # fmt: off
     gl.warp_specialize([
         (_consume, (results, sinks_ptr, q_tiles, q_full, q_empty, keys, values, mail, sizes, terms,
-                    COLUMNS, JOINED)),
+                    (seqlens_ptr, cu_k_ptr, cu_new_ptr, leftpad_ptr, seqlen_new, cu_q_ptr,
+                     used_q_ptr), tiling, COLUMNS, JOINED)),
         (produce_keys, (q_descs, k_descs, q_tiles, q_full, q_empty, keys, mail, sizes, terms,
-                        (seqlens_ptr, leftpad_ptr, seqlen_new),
-                        (table_ptr, stride_table, cache_rows, rows_between), counter_ptr, splits,
-                        wanted, ROWS // GROUP, SLOTS)),
-        (produce_values, (v_descs, values, mail, sizes, (seqlens_ptr, leftpad_ptr, seqlen_new),
-                          (table_ptr, stride_table, cache_rows, rows_between))),
+                        (seqlens_ptr, cu_k_ptr, cu_new_ptr, leftpad_ptr, seqlen_new, cu_q_ptr,
+                         used_q_ptr), (table_ptr, stride_table, cache_rows, rows_between),
+                        counter_ptr, splits, wanted, most_pieces, tiling, ORDER == "beside")),
+        (produce_values, (v_descs, values, mail, sizes,
+                          (seqlens_ptr, cu_k_ptr, cu_new_ptr, leftpad_ptr, seqlen_new, cu_q_ptr,
+                           used_q_ptr), (table_ptr, stride_table, cache_rows, rows_between))),
     ], [1, 1], [PRODUCER_REGISTERS, PRODUCER_REGISTERS])
     # fmt: on
+    end_after(ORDER)

@@ -14,7 +14,7 @@ from flashdig.kernels.hopper.cache_launch import LEAST_PIECE, is_served, keys_of
 from flashdig.kernels.hopper.chip import multiprocessors
 from flashdig.kernels.hopper.counters import counter_for
 from flashdig.kernels.hopper.decode import flashdig_hopper_decode
-from flashdig.kernels.hopper.decode_pieces import ARRIVALS
+from flashdig.kernels.hopper.decode_parts import ARRIVALS
 from flashdig.kernels.hopper.descriptors import cache_tiles_of, padded, rows_between, tiles_of
 from flashdig.kernels.hopper.forward_launch import ROWS, score_numbers
 from flashdig.kernels.launch import Launch
@@ -27,7 +27,9 @@ Tensors = tuple[torch.Tensor | None, ...]
 MOST_SEQUENCES = 512
 # pieces for each multiprocessor, where lengths differ
 PIECES = 2
-# rows of a sequence that are joined at once
+# rows of a tile of packed queries, at least
+LEAST_ROWS = 16
+# rows of a tile that are joined at once
 _JOINED = 4
 # multiprocessors that together read as fast as the memory is
 _ENOUGH = 110
@@ -94,7 +96,7 @@ def pieces_of(call: CacheCall, out_dtype: torch.dtype) -> int:
     processors = multiprocessors(call.q.device)
     if call.batch == 1 or not serves(call, out_dtype):
         return 0
-    if call.cache_seqlens is None and call.page_size == 0:
+    if call.cache_seqlens is None and call.page_size == 0 and not call.packed:
         many = units >= _DENSE_ROUNDS * processors
         if many and call.capacity < _DENSE_KEYS:
             return 0
@@ -102,25 +104,38 @@ def pieces_of(call: CacheCall, out_dtype: torch.dtype) -> int:
 
 
 def serves(call: CacheCall, out_dtype: torch.dtype) -> bool:
-    """Whether this kernel can take a call: one tile holds a sequence's queries and heads."""
+    """Whether this kernel can take a call: one tile holds a sequence's queries and heads, unless
+    they are packed."""
     group = call.group_size
-    if call.packed or call.cu_seqlens_k is not None or call.cu_seqlens_new is not None:
-        return False
-    if group & (group - 1) or call.seqlen_q * group > ROWS or call.batch > MOST_SEQUENCES:
+    rows = group if call.packed else call.seqlen_q * group
+    if group & (group - 1) or rows > ROWS or call.batch > MOST_SEQUENCES:
         return False
     head_dims = call.q.shape[-1], call.v.shape[-1]
     if max(head_dims) > max(TILES) or padded(head_dims[0]) != padded(head_dims[1]):
         return False
     tiles = TILES[padded(head_dims[0])]
-    units = call.batch * call.num_heads_kv
+    units = _slots(call, tile_rows(call)) * call.num_heads_kv
     return (
         call.alibi_slopes is None
         and is_served(call, out_dtype)
         and all(_copied(call, tile) >= LEAST_PIECE for tile in tiles)
         # the plan counts tiles in 32 bits
         and 8 * units * triton.cdiv(call.capacity, 64) < 2**31
-        and 4 * _part_rows(call, 2) * call.v.shape[-1] <= PART_BYTES
+        and 4 * _part_rows(call, 2, tile_rows(call)) * call.v.shape[-1] <= PART_BYTES
     )
+
+
+def tile_rows(call: CacheCall) -> int:
+    """Rows of a tile of packed queries, 0 where they are not packed. A part has as many: where
+    sequences have a token each, most of 64 would be empty."""
+    if not call.packed:
+        return 0
+    return ROWS if call.seqlen_q > call.batch else max(LEAST_ROWS, call.group_size)
+
+
+def _slots(call: CacheCall, rows: int) -> int:
+    """Tiles of queries, at most."""
+    return call.slots(rows) if rows else call.batch
 
 
 def _copied(call: CacheCall, tile: WalkTile) -> int:
@@ -132,10 +147,15 @@ def _wanted(call: CacheCall) -> int:
     return PIECES * multiprocessors(call.q.device)
 
 
-def _part_rows(call: CacheCall, pieces: int) -> int:
-    """Rows of parts: the last of the keys may be cut four times as fine as the others."""
-    most = 2 * _wanted(call) // call.num_heads_kv + 2 * call.batch
-    return max(most, pieces * call.batch) * call.num_heads * call.seqlen_q
+def _most_pieces(call: CacheCall, pieces: int, rows: int) -> int:
+    """Of each KV head: the last of the keys may be cut four times as fine as the others."""
+    slots = _slots(call, rows)
+    return max(2 * _wanted(call) // call.num_heads_kv + 2 * slots, pieces * slots)
+
+
+def _part_rows(call: CacheCall, pieces: int, rows: int) -> int:
+    rows_of_part = rows or call.seqlen_q * call.group_size
+    return _most_pieces(call, pieces, rows) * call.num_heads_kv * rows_of_part
 
 
 class PiecedAttention:
@@ -144,6 +164,7 @@ class PiecedAttention:
     Args:
         pieces: of each sequence where lengths are about even.
         order: see `launch_order`.
+        most_tokens: packed sequences of more are another launch's; 0: none is.
 
     Attributes:
         launch: takes the counter of its stream.
@@ -153,12 +174,19 @@ class PiecedAttention:
     __slots__ = ("_blocks", "_numbers", "launch", "part_rows")
 
     def __init__(
-        self, call: CacheCall, pieces: int, order: str, tile: WalkTile | None = None
+        self,
+        call: CacheCall,
+        pieces: int,
+        order: str,
+        most_tokens: int = 0,
+        tile: WalkTile | None = None,
     ) -> None:
         tile = tile or TILES[padded(call.q.shape[-1])][int(pieces > 1)]
-        self.part_rows = _part_rows(call, pieces)
-        used = ARRIVALS.value + call.batch * call.num_heads_kv
-        self._numbers = triton.next_power_of_2(used)
+        rows = tile_rows(call)
+        most = _most_pieces(call, pieces, rows)
+        self.part_rows = _part_rows(call, pieces, rows)
+        counted = most if call.packed else call.batch
+        self._numbers = triton.next_power_of_2(ARRIVALS.value + counted * call.num_heads_kv)
         copied = _copied(call, tile)
         tiles = {
             **tiles_of("q_desc", call.q, ROWS, group=call.group_size),
@@ -180,6 +208,7 @@ class PiecedAttention:
                 "capacity": call.capacity,
                 "splits": pieces,
                 "wanted": _wanted(call),
+                "most_pieces": most,
                 **terms,
                 "stride_table": 0 if call.page_table is None else call.page_table.stride(0),
                 "cache_rows": call.k.shape[0],
@@ -188,6 +217,8 @@ class PiecedAttention:
                 "HEAD_DIM_V": call.v.shape[-1],
                 "COLUMNS": triton.next_power_of_2(padded(call.v.shape[-1])),
                 "GROUP": call.group_size,
+                "TILE_ROWS": rows,
+                "MOST_TOKENS": most_tokens,
                 "PAGE_SIZE": call.page_size,
                 "SLOTS": 128 if call.batch <= 128 else MOST_SEQUENCES,
                 "JOINED": _JOINED,
@@ -210,9 +241,9 @@ class PiecedAttention:
             tensors: in the order of `cache_attention`.
             made: out, lse, parts and their log-sum-exps.
         """
-        q, k, v, seqlens, _, _, table, batch_idx, leftpad, _, _, _, sinks = tensors[:13]
+        q, k, v, *lengths, table, batch_idx, leftpad, cu_q, used_q, _, sinks = tensors[:13]
         wide, wide_v = self._blocks
         taken = (q, q if wide else None, k, k if wide else None, v, v if wide_v else None)
         counter = counter_for(made[0].device, self._numbers)
         rows = batch_idx if table is None else table
-        return (*taken, *made, sinks, seqlens, leftpad, rows, counter)
+        return (*taken, *made, sinks, *lengths, leftpad, cu_q, used_q, rows, counter)

@@ -1,15 +1,19 @@
 """What the Hopper decoding kernel writes: whole results, or parts of them that the last block to
-finish a sequence and KV head joins. Device code.
+finish a tile of queries and KV head joins. Device code.
 
-A part is float32, rows in use alone: (piece, KV head, row of the tile), with its log-sum-exp.
+A part is float32: (piece, KV head, row of the tile), with its log-sum-exp.
 """
 
 from flashdig.kernels.gluon_api import aggregate, gl, gluon, meet_in_partition
 from flashdig.kernels.hopper.columns import scaled
-from flashdig.kernels.hopper.decode_pieces import ARRIVALS
 from flashdig.kernels.hopper.problem import LN_2, LOG2_E
+from flashdig.kernels.triton.sequences import _first_row, sequence_span
 
 _AT_ONCE = gl.constexpr(8)  # parts that are read at once
+# of a block's counter: for units, for blocks that are done, nothing, nothing; then for each KV head
+# of each sequence, or of packed queries of each tile by the number of its first piece, the pieces
+# that are done
+ARRIVALS = gl.constexpr(4)
 
 
 @aggregate
@@ -17,10 +21,11 @@ class Results:
     """Where results go, and how many rows and columns they have.
 
     Attributes:
-        out_ptr, lse_ptr: (batch, seqlen_q, num_heads, head_dim_v) and (batch, num_heads, seqlen_q).
+        out_ptr, lse_ptr: (batch, seqlen_q, num_heads, head_dim_v) and (batch, num_heads, seqlen_q),
+            or (total_q, num_heads, head_dim_v) and (num_heads, total_q).
         part_ptr, part_lse_ptr: parts.
-        counter_ptr: from ARRIVALS on, of each sequence and KV head, the pieces that are done.
-        rows: of a tile that are in use.
+        counter_ptr: see ARRIVALS.
+        rows: of a tile, as many as are in use at most.
     """
 
     out_ptr: gl.tensor
@@ -66,9 +71,23 @@ def _head_and_statistics(results, piece, sizes, rows):
     heads = sizes.num_heads * GROUP
     head = piece.head * GROUP + rows % GROUP
     token = rows // GROUP
-    sequence = piece.sequence.to(gl.int64)
-    statistics = (sequence * heads + head) * sizes.seqlen_q + token
-    return head, statistics, (sequence * sizes.seqlen_q + token) * heads + head
+    if sizes.PACKED:
+        token = (piece.first_q + piece.start).to(gl.int64) + token
+        statistics = head * sizes.seqlen_q.to(gl.int64) + token
+        places = token * heads + head
+    else:
+        sequence = piece.sequence.to(gl.int64)
+        statistics = (sequence * heads + head) * sizes.seqlen_q + token
+        places = (sequence * sizes.seqlen_q + token) * heads + head
+    return head, statistics, places
+
+
+@gluon.jit
+def _rows_in_use(results, piece, sizes):
+    rows = results.rows
+    if sizes.PACKED:
+        rows = gl.minimum(rows, (piece.seqlen_q - piece.start) * sizes.GROUP)
+    return rows
 
 
 @gluon.jit
@@ -85,14 +104,14 @@ def _with_sinks(lse, head, known, sinks_ptr):
 
 @gluon.jit
 def store_whole(out, factor, lse, results, piece, sizes, sinks_ptr):
-    """The result of a sequence and KV head whose keys were one piece.
+    """The result of a tile whose keys were one piece.
 
     Args:
         out: accumulators; times `factor`, (rows,), they are the result.
         lse: (rows,), natural.
     """
     rows = gl.arange(0, lse.shape[0], lse.type.layout)
-    known = rows < results.rows
+    known = rows < _rows_in_use(results, piece, sizes)
     head, statistics, places = _head_and_statistics(results, piece, sizes, rows)
     if sinks_ptr is not None:
         kept, lse = _with_sinks(lse, head, known, sinks_ptr)
@@ -109,15 +128,16 @@ def _part_rows(results, number, piece, sizes, rows):
 
 @gluon.jit
 def _arrivals(results, piece, sizes):
-    """Counts the pieces that are done of the piece's sequence and KV head."""
-    return results.counter_ptr + ARRIVALS + piece.sequence * sizes.num_heads + piece.head
+    """Counts the pieces that are done of the piece's tile."""
+    owner = piece.first_piece if sizes.PACKED else piece.sequence
+    return results.counter_ptr + ARRIVALS + owner * sizes.num_heads + piece.head
 
 
 @gluon.jit
 def store_part(out, factor, lse, results, piece, sizes):
-    """One piece's part; True where it was the last of its sequence and KV head."""
+    """One piece's part; True where it was the last of its tile."""
     rows = gl.arange(0, lse.shape[0], lse.type.layout)
-    known = rows < results.rows
+    known = rows < _rows_in_use(results, piece, sizes)
     places = _part_rows(results, piece.number, piece, sizes, rows)
     gl.store(results.part_lse_ptr + places, lse, mask=known)
     _store_blocks(
@@ -129,8 +149,8 @@ def store_part(out, factor, lse, results, piece, sizes):
 
 @gluon.jit
 def join_parts(results, piece, sizes, sinks_ptr, COLUMNS: gl.constexpr, ROWS: gl.constexpr):
-    """The result of a sequence and KV head whose pieces are all done, ROWS rows at a time; leaves
-    the count of its pieces as the next launch needs it."""
+    """The result of a tile whose pieces are all done, ROWS rows at a time; leaves the count of its
+    pieces as the next launch needs it."""
     # a thread has all parts and rows of its columns: no sum leaves it
     layout: gl.constexpr = gl.BlockedLayout([_AT_ONCE, ROWS, 1], [1, 1, 32], [1, 1, 4], [2, 1, 0])
     by_row: gl.constexpr = gl.SliceLayout(2, layout)
@@ -140,9 +160,10 @@ def join_parts(results, piece, sizes, sinks_ptr, COLUMNS: gl.constexpr, ROWS: gl
     wide: gl.constexpr = gl.SliceLayout(0, layout)
     in_columns = gl.arange(0, COLUMNS, gl.SliceLayout(0, wide))
     between = sizes.num_heads.to(gl.int64) * results.rows
-    for start in range(0, results.rows, ROWS):
+    rows = _rows_in_use(results, piece, sizes)
+    for start in range(0, rows, ROWS):
         row = start + gl.arange(0, ROWS, each)
-        known = row < results.rows
+        known = row < rows
         first = _part_rows(results, piece.first_piece, piece, sizes, row)
         largest = gl.full([ROWS], float("-inf"), gl.float32, each)
         total = gl.full([ROWS], 0.0, gl.float32, each)
@@ -178,3 +199,41 @@ def join_parts(results, piece, sizes, sinks_ptr, COLUMNS: gl.constexpr, ROWS: gl
         pointers = results.out_ptr + rows_at[:, None] + in_columns[None, :]
         gl.store(pointers, out.to(results.out_ptr.dtype.element_ty), mask=inside)
     gl.store(_arrivals(results, piece, sizes), 0)
+
+
+@gluon.jit
+def _clear_rows(begin, end, every, results, sizes):
+    """0 and -inf, in rows of packed results from `begin` on."""
+    layout: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
+    column = gl.arange(0, 1024, layout)
+    heads = sizes.num_heads * sizes.GROUP
+    width = heads * results.HEAD_DIM_V
+    zeros = gl.zeros([1024], gl.float32, layout)
+    for row in range(begin, end, every):
+        place = (begin * 0 + row).to(gl.int64)
+        for first in range(0, width, 1024):
+            pointers = results.out_ptr + place * width + (first + column)
+            mask = first + column < width
+            gl.store(pointers, zeros.to(results.out_ptr.dtype.element_ty), mask=mask)
+        for first in range(0, heads, 1024):
+            head = first + column
+            pointers = results.lse_ptr + head * sizes.seqlen_q.to(gl.int64) + place
+            gl.store(pointers, zeros + float("-inf"), mask=head < heads)
+
+
+@gluon.jit
+def clear_slack(results, sizes, lengths):
+    """Results of packed queries that belong to no sequence: out is 0 there, the LSE -inf. Blocks
+    share the rows out."""
+    cu_ptr, used_ptr = lengths[5], lengths[6]
+    total = sizes.seqlen_q
+    block = gl.program_id(0)
+    blocks = gl.num_programs(0)
+    _clear_rows(block, _first_row(cu_ptr, 0, total), blocks, results, sizes)
+    end = _first_row(cu_ptr, sizes.batch_size, total)
+    _clear_rows(end + block, total, blocks, results, sizes)
+    if used_ptr is not None:
+        for sequence in range(block, sizes.batch_size, blocks):
+            begin, length = sequence_span(cu_ptr, used_ptr, sequence, total)
+            _, owned = sequence_span(cu_ptr, None, sequence, total)
+            _clear_rows(begin + length, begin + owned, 1, results, sizes)

@@ -10,7 +10,7 @@ from flashdig.kernels.triton.sequences import rows_of_slot, seen_keys
 from flashdig.kernels.triton.tile_list import LIST_HEAD, TILE_FIELDS
 
 SENT_AHEAD = gl.constexpr(2)
-FIELDS = gl.constexpr(8)
+PLACE_FIELDS = gl.constexpr(8)
 NO_TILE = gl.constexpr(-1)
 
 
@@ -113,21 +113,25 @@ class Sizes:
 
 @aggregate
 class Mail:
-    """Places on their way from the producer to the consumers, SENT_AHEAD at most."""
+    """Letters of FIELDS numbers on their way from the producer to the consumers, SENT_AHEAD at
+    most."""
 
     fields: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
+    FIELDS: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, fields, full, empty):
+    def __init__(self, fields, full, empty, FIELDS):
         self.fields = fields
         self.full = full
         self.empty = empty
+        self.FIELDS = gl.constexpr(FIELDS)
 
 
 @gluon.jit
-def new_mail(CONSUMERS: gl.constexpr):
+def new_mail(CONSUMERS: gl.constexpr, FIELDS: gl.constexpr = PLACE_FIELDS):
+    """FIELDS: a power of two."""
     one_number: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     fields = gl.allocate_shared_memory(gl.int32, [SENT_AHEAD * FIELDS, 1], one_number)
@@ -136,19 +140,19 @@ def new_mail(CONSUMERS: gl.constexpr):
     for n in gl.static_range(SENT_AHEAD):
         mbarrier.init(full.index(n), count=1)
         mbarrier.init(empty.index(n), count=CONSUMERS)
-    return Mail(fields, full, empty)
+    return Mail(fields, full, empty, FIELDS)
 
 
 @gluon.jit
 def write_mail(mail, slot, FIELD: gl.constexpr, number):
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    mail.fields.index(slot * FIELDS + FIELD).store(gl.full([1], 0, gl.int32, layout) + number)
+    mail.fields.index(slot * mail.FIELDS + FIELD).store(gl.full([1], 0, gl.int32, layout) + number)
 
 
 @gluon.jit
 def read_mail(mail, slot, FIELD: gl.constexpr):
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    return gl.max(mail.fields.index(slot * FIELDS + FIELD).load(layout), 0)
+    return gl.max(mail.fields.index(slot * mail.FIELDS + FIELD).load(layout), 0)
 
 
 @gluon.jit

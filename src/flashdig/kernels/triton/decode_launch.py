@@ -37,6 +37,7 @@ from flashdig.kernels.triton.decode_ragged_launch import (
     may_be_ragged,
     may_hold_chunks,
     ragged_launches,
+    shortest_listed,
 )
 from flashdig.kernels.triton.launch_order import ORDERED
 from flashdig.kernels.triton.slack import clearing
@@ -148,7 +149,7 @@ class Schedule:
         listed: the tile of the Hopper forward, to which these then go.
         short: other sequences than these may be there.
         pieces: of each sequence's keys where lengths are about even, if the Hopper decoding kernel
-            takes all, in one launch.
+            takes all, in one launch, or those that are not `listed`.
     """
 
     tile: DecodeTile
@@ -179,28 +180,35 @@ def schedule_of(
         tile = _tile(call, arch, batch_invariant)
     splits = _splits(call, tile, num_splits, batch_invariant)
     free = num_splits == 0 and not batch_invariant
+    ordered = _ordered(call, arch)
+    pieces = 0
+    if chosen and ragged is None and free:
+        pieces = _pieces_on_hopper(call, arch, out_dtype)
     if chosen and num_splits < 2 and not batch_invariant and ragged is not False:
-        apart = _listed_schedule(call, arch, tile, free, call.out_dtype(out_dtype))
-        if apart is None and free and may_hold_chunks(call):
+        apart = _listed_schedule(call, arch, tile, free, call.out_dtype(out_dtype), pieces)
+        if apart is None and pieces == 0 and free and may_hold_chunks(call):
             apart = _mixed_schedule(call, arch)
         if apart is not None:
             return apart
-    ordered = _ordered(call, arch)
-    if chosen and ragged is None and free:
-        pieces = _pieces_on_hopper(call, arch, out_dtype)
-        if pieces > 0:
-            return Schedule(tile, 1, 0, False, ordered, pieces=pieces)
+    if pieces > 0:
+        return Schedule(tile, 1, 0, False, ordered, pieces=pieces)
     if ragged is None:
         ragged = free and may_be_ragged(call, tile, splits)
     return Schedule(tile, splits, INVARIANT_SPLIT if batch_invariant else 0, ragged, ordered)
 
 
 def _listed_schedule(
-    call: CacheCall, arch: str, tile: DecodeTile, free: bool, out_dtype: torch.dtype
+    call: CacheCall,
+    arch: str,
+    tile: DecodeTile,
+    free: bool,
+    out_dtype: torch.dtype,
+    pieces: int,
 ) -> Schedule | None:
     """Sequences with many rows by the Hopper forward; None where it serves none of them.
 
     free: the keys of others may be cut into pieces.
+    pieces: of the Schedule, if it takes the others.
     """
     short = call.packed and call.batch > 1
     if arch != "sm_90" or (short and not (free and may_hold_chunks(call))):
@@ -212,14 +220,18 @@ def _listed_schedule(
     sequences = 1 if call.packed else call.batch
     if tokens * call.group_size < LISTED_ROWS:
         return None
-    listed = choose_tile(call, out_dtype, tokens, sequences, beside=short)
+    in_pieces = short and pieces > 0
+    listed = choose_tile(call, out_dtype, tokens, sequences, beside=short, in_pieces=in_pieces)
     if listed is None:
         return None
-    if short:
-        tile = _low_tile(call, arch)
-        if not fits_short(call, tile):
-            return None
-    return Schedule(tile, 1, 0, True, _ordered(call, arch), listed=listed, short=short)
+    ordered = _ordered(call, arch)
+    if not short:
+        return Schedule(tile, 1, 0, True, ordered, listed=listed)
+    pieces = pieces if ordered else 0
+    tile = _low_tile(call, arch)
+    if pieces == 0 and not fits_short(call, tile):
+        return None
+    return Schedule(tile, 1, 0, True, ordered, listed=listed, short=True, pieces=pieces)
 
 
 def _pieces_on_hopper(call: CacheCall, arch: str, out_dtype: torch.dtype | None) -> int:
@@ -306,13 +318,16 @@ class CachePlan:
         self._pieced: PiecedAttention | None = None
         # whether a launch takes the counter of its stream
         self.counts = schedule.pieces > 0
+        self._launches: Launches = []
         if schedule.pieces > 0:
             from flashdig.kernels.hopper.decode_launch import PiecedAttention
 
-            self._pieced = PiecedAttention(
-                call, schedule.pieces, "last" if schedule.follows else "none"
-            )
-            self._launches = [("pieces", self._pieced.launch)]
+            order, most_tokens = "last" if schedule.follows else "none", 0
+            if schedule.listed is not None:
+                self._listed, self._launches = listed_launches(call, schedule)
+                order, most_tokens = "beside", shortest_listed(call, schedule) - 1
+            self._pieced = PiecedAttention(call, schedule.pieces, order, most_tokens)
+            self._launches.append(("pieces", self._pieced.launch))
             rows = self._pieced.part_rows
             made += [((rows, call.v.shape[-1]), torch.float32), ((rows,), torch.float32)]
         elif schedule.ragged:
@@ -320,7 +335,12 @@ class CachePlan:
             if schedule.listed is None:
                 self._launches, sizes = ragged_launches(call, schedule, numbers)
             else:
-                self._listed, self._launches, sizes = listed_launches(call, schedule, numbers)
+                self._listed, self._launches = listed_launches(call, schedule)
+                sizes = []
+                if schedule.short:
+                    short, sizes = ragged_launches(call, schedule, numbers)
+                    plan, *rest = short
+                    self._launches = [self._launches[0], plan, self._launches[1], *rest]
             for part_rows, planned in sizes:
                 made += [((part_rows, width), torch.float32), ((part_rows,), torch.float32)]
                 made.append(((planned,), torch.int32))
@@ -332,14 +352,14 @@ class CachePlan:
             made.append(((self._listed.count,), torch.int32))
         self.makes = tuple(allocation(*one, call.q.device) for one in made)
         self._clear_slack = None
-        if call.packed:  # slack rows belong to no program
+        if call.packed and self._pieced is None:  # slack rows belong to no program
             heads = call.num_heads, call.v.shape[-1]
             self._clear_slack = clearing(call.batch, call.seqlen_q, *heads)
 
     def launches(
         self, tensors: Sequence[torch.Tensor | None], made: Sequence[torch.Tensor]
     ) -> Steps:
-        if self._pieced is not None:
+        if self._pieced is not None and self._listed is None:
             return [(self._pieced.launch, self._pieced.arguments(tensors, made))]
         q, k, v, seqlens, cu_k, cu_new, table, batch_idx, leftpad, cu_q, used_q, *rest = tensors
         out, lse, *planned = made
@@ -365,6 +385,8 @@ class CachePlan:
         if self._listed is not None:
             assert listed is not None
             arguments |= self._listed.arguments(tensors, out, lse, listed)
+            if self._pieced is not None:
+                arguments["pieces"] = self._pieced.arguments(tensors, made[:4])
         steps: Steps = []
         if self._clear_slack is not None:
             steps.append((self._clear_slack, (out, lse, cu_q, used_q)))

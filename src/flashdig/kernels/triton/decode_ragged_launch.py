@@ -103,9 +103,10 @@ def ragged_launches(
     call: CacheCall, schedule: Schedule, numbers: Mapping[str, Any]
 ) -> tuple[Launches, list[tuple[int, int]]]:
     """The launches, and of each plan how many rows of parts and how many numbers it needs: of the
-    sequences' plan, and then of the chunks'."""
+    sequences' plan, and then of the chunks'. Of a schedule with `listed` sequences the others'."""
     if schedule.chunks is None:
-        launches, sizes = _launches(call, "all", schedule.tile, schedule, numbers)
+        kind = "short" if schedule.listed is not None else "all"
+        launches, sizes = _launches(call, kind, schedule.tile, schedule, numbers)
         return list(zip(("plan", "ragged", "join ragged"), launches, strict=True)), [sizes]
     short, short_sizes = _launches(call, "short", schedule.tile, schedule, numbers)
     long, long_sizes = _launches(call, "long", schedule.chunks, schedule, numbers)
@@ -114,32 +115,25 @@ def ragged_launches(
     return list(zip(names, both, strict=True)), [short_sizes, long_sizes]
 
 
-def listed_launches(
-    call: CacheCall, schedule: Schedule, numbers: Mapping[str, Any]
-) -> tuple[ListedAttention, Launches, list[tuple[int, int]]]:
-    """`ragged_launches` where the Hopper forward takes the sequences with many rows, and what knows
-    its arguments. Only sequences that may be short have a plan."""
+def listed_launches(call: CacheCall, schedule: Schedule) -> tuple[ListedAttention, Launches]:
+    """The launches of sequences with many rows where the Hopper forward takes them, and what knows
+    their arguments."""
     from flashdig.kernels.hopper.cache_launch import ListedAttention
 
     assert schedule.listed is not None
-    ordered = schedule.ordered
-    if not schedule.short:
-        orders = ("waits", "last") if ordered else ("none", "none")
-        listed = ListedAttention(call, schedule.listed, 1, orders, schedule.follows)
-        return listed, [("list", listed.listing), ("listed", listed.attending)], []
-    shortest = CHUNK_TILES.value * schedule.tile.block_m // call.group_size + 1
-    orders = ("waits", "waits") if ordered else ("none", "none")
+    orders = ("none", "none")
+    if schedule.ordered:
+        orders = ("waits", "waits" if schedule.short else "last")
+    shortest = shortest_listed(call, schedule)
     listed = ListedAttention(call, schedule.listed, shortest, orders, schedule.follows)
-    short, sizes = _launches(call, "short", schedule.tile, schedule, numbers)
-    plan, attend, join = short
-    launches = [
-        ("list", listed.listing),
-        ("plan", plan),
-        ("listed", listed.attending),
-        ("ragged", attend),
-        ("join ragged", join),
-    ]
-    return listed, launches, [sizes]
+    return listed, [("list", listed.listing), ("listed", listed.attending)]
+
+
+def shortest_listed(call: CacheCall, schedule: Schedule) -> int:
+    """Query tokens of a sequence from which on it is listed."""
+    if not schedule.short:
+        return 1
+    return CHUNK_TILES.value * schedule.tile.block_m // call.group_size + 1
 
 
 def _launches(

@@ -12,6 +12,7 @@ ORDER of a kernel:
     "waits"     it begins when the one ahead has ended
     "overlaps"  it reads nothing that the one ahead writes, and so only ends after it
     "last"      as "waits", but what follows, which is not ours, does not start early
+    "beside"    as "overlaps", and what follows does not start early either
 """
 
 from __future__ import annotations
@@ -40,4 +41,6 @@ def begin_after(ORDER: tl.constexpr):
 def end_after(ORDER: tl.constexpr):
     """Stands behind the last memory access; every program comes there."""
     if ORDER == "overlaps":
+        gdc_wait()
+    if ORDER == "beside":
         gdc_wait()
