@@ -114,14 +114,14 @@ def serves(call: CacheCall, out_dtype: torch.dtype) -> bool:
     if max(head_dims) > max(TILES) or padded(head_dims[0]) != padded(head_dims[1]):
         return False
     tiles = TILES[padded(head_dims[0])]
-    units = _slots(call, tile_rows(call)) * call.num_heads_kv
+    units = _slots(call) * call.num_heads_kv
     return (
         call.alibi_slopes is None
         and is_served(call, out_dtype)
         and all(_copied(call, tile) >= LEAST_PIECE for tile in tiles)
         # the plan counts tiles in 32 bits
         and 8 * units * triton.cdiv(call.capacity, 64) < 2**31
-        and 4 * _part_rows(call, 2, tile_rows(call)) * call.v.shape[-1] <= PART_BYTES
+        and 4 * _part_rows(call, 2) * call.v.shape[-1] <= PART_BYTES
     )
 
 
@@ -133,9 +133,9 @@ def tile_rows(call: CacheCall) -> int:
     return ROWS if call.seqlen_q > call.batch else max(LEAST_ROWS, call.group_size)
 
 
-def _slots(call: CacheCall, rows: int) -> int:
+def _slots(call: CacheCall) -> int:
     """Tiles of queries, at most."""
-    return call.slots(rows) if rows else call.batch
+    return call.slots(tile_rows(call) or ROWS)
 
 
 def _copied(call: CacheCall, tile: WalkTile) -> int:
@@ -147,15 +147,15 @@ def _wanted(call: CacheCall) -> int:
     return PIECES * multiprocessors(call.q.device)
 
 
-def _most_pieces(call: CacheCall, pieces: int, rows: int) -> int:
+def _most_pieces(call: CacheCall, pieces: int) -> int:
     """Of each KV head: the last of the keys may be cut four times as fine as the others."""
-    slots = _slots(call, rows)
+    slots = _slots(call)
     return max(2 * _wanted(call) // call.num_heads_kv + 2 * slots, pieces * slots)
 
 
-def _part_rows(call: CacheCall, pieces: int, rows: int) -> int:
-    rows_of_part = rows or call.seqlen_q * call.group_size
-    return _most_pieces(call, pieces, rows) * call.num_heads_kv * rows_of_part
+def _part_rows(call: CacheCall, pieces: int) -> int:
+    rows_of_part = tile_rows(call) or call.seqlen_q * call.group_size
+    return _most_pieces(call, pieces) * call.num_heads_kv * rows_of_part
 
 
 class PiecedAttention:
@@ -182,9 +182,8 @@ class PiecedAttention:
         tile: WalkTile | None = None,
     ) -> None:
         tile = tile or TILES[padded(call.q.shape[-1])][int(pieces > 1)]
-        rows = tile_rows(call)
-        most = _most_pieces(call, pieces, rows)
-        self.part_rows = _part_rows(call, pieces, rows)
+        most = _most_pieces(call, pieces)
+        self.part_rows = _part_rows(call, pieces)
         counted = most if call.packed else call.batch
         self._numbers = triton.next_power_of_2(ARRIVALS.value + counted * call.num_heads_kv)
         copied = _copied(call, tile)
@@ -217,7 +216,7 @@ class PiecedAttention:
                 "HEAD_DIM_V": call.v.shape[-1],
                 "COLUMNS": triton.next_power_of_2(padded(call.v.shape[-1])),
                 "GROUP": call.group_size,
-                "TILE_ROWS": rows,
+                "TILE_ROWS": tile_rows(call),
                 "MOST_TOKENS": most_tokens,
                 "PAGE_SIZE": call.page_size,
                 "SLOTS": 128 if call.batch <= 128 else MOST_SEQUENCES,

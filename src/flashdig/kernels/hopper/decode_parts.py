@@ -210,7 +210,7 @@ def _clear_rows(begin, end, every, results, sizes):
     width = heads * results.HEAD_DIM_V
     zeros = gl.zeros([1024], gl.float32, layout)
     for row in range(begin, end, every):
-        place = (begin * 0 + row).to(gl.int64)
+        place = row.to(gl.int64)
         for first in range(0, width, 1024):
             pointers = results.out_ptr + place * width + (first + column)
             mask = first + column < width

@@ -220,18 +220,17 @@ def _listed_schedule(
     sequences = 1 if call.packed else call.batch
     if tokens * call.group_size < LISTED_ROWS:
         return None
-    in_pieces = short and pieces > 0
+    ordered = _ordered(call, arch)
+    pieces = pieces if short and ordered else 0
+    in_pieces = pieces > 0
     listed = choose_tile(call, out_dtype, tokens, sequences, beside=short, in_pieces=in_pieces)
     if listed is None:
         return None
-    ordered = _ordered(call, arch)
-    if not short:
-        return Schedule(tile, 1, 0, True, ordered, listed=listed)
-    pieces = pieces if ordered else 0
-    tile = _low_tile(call, arch)
-    if pieces == 0 and not fits_short(call, tile):
-        return None
-    return Schedule(tile, 1, 0, True, ordered, listed=listed, short=True, pieces=pieces)
+    if short:
+        tile = _low_tile(call, arch)
+        if pieces == 0 and not fits_short(call, tile):
+            return None
+    return Schedule(tile, 1, 0, True, ordered, listed=listed, short=short, pieces=pieces)
 
 
 def _pieces_on_hopper(call: CacheCall, arch: str, out_dtype: torch.dtype | None) -> int:
@@ -318,29 +317,28 @@ class CachePlan:
         self._pieced: PiecedAttention | None = None
         # whether a launch takes the counter of its stream
         self.counts = schedule.pieces > 0
-        self._launches: Launches = []
+        self._launches: Launches
+        listed: Launches = []
+        if schedule.listed is not None:
+            self._listed, listed = listed_launches(call, schedule)
         if schedule.pieces > 0:
             from flashdig.kernels.hopper.decode_launch import PiecedAttention
 
             order, most_tokens = "last" if schedule.follows else "none", 0
             if schedule.listed is not None:
-                self._listed, self._launches = listed_launches(call, schedule)
                 order, most_tokens = "beside", shortest_listed(call, schedule) - 1
             self._pieced = PiecedAttention(call, schedule.pieces, order, most_tokens)
-            self._launches.append(("pieces", self._pieced.launch))
+            self._launches = [*listed, ("pieces", self._pieced.launch)]
             rows = self._pieced.part_rows
             made += [((rows, call.v.shape[-1]), torch.float32), ((rows,), torch.float32)]
         elif schedule.ragged:
             numbers = call.numbers(_fp8_hardware(call.q.device))
-            if schedule.listed is None:
-                self._launches, sizes = ragged_launches(call, schedule, numbers)
-            else:
-                self._listed, self._launches = listed_launches(call, schedule)
-                sizes = []
-                if schedule.short:
-                    short, sizes = ragged_launches(call, schedule, numbers)
-                    plan, *rest = short
-                    self._launches = [self._launches[0], plan, self._launches[1], *rest]
+            ragged: Launches = []
+            sizes: list[tuple[int, int]] = []
+            if schedule.listed is None or schedule.short:
+                ragged, sizes = ragged_launches(call, schedule, numbers)
+            # the list and the plan come ahead of what waits for either
+            self._launches = [*listed[:1], *ragged[:1], *listed[1:], *ragged[1:]]
             for part_rows, planned in sizes:
                 made += [((part_rows, width), torch.float32), ((part_rows,), torch.float32)]
                 made.append(((planned,), torch.int32))

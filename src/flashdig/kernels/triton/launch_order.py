@@ -40,7 +40,5 @@ def begin_after(ORDER: tl.constexpr):
 @triton.jit
 def end_after(ORDER: tl.constexpr):
     """Stands behind the last memory access; every program comes there."""
-    if ORDER == "overlaps":
-        gdc_wait()
-    if ORDER == "beside":
+    if ORDER == "overlaps" or ORDER == "beside":  # noqa: PLR1714 - no sets in kernels
         gdc_wait()
