@@ -164,7 +164,6 @@ def in_pieces(queries=8, **changes):
 
 def test_what_decoding_on_hopper_does_not_serve() -> None:
     assert in_pieces() > 0
-    assert in_pieces(1) == 0
     assert in_pieces([1] * 8) == in_pieces()  # packed
     assert in_pieces([70, 0, 1], made={"lengths": False}) > 0
     assert in_pieces([1] * 600) == in_pieces(600) == 0
@@ -186,6 +185,17 @@ def test_what_decoding_on_hopper_does_not_serve() -> None:
     assert in_pieces(128, **short, **dense) == 0
     assert in_pieces(128, **short, made={"page": 0}) == 1
     assert in_pieces(16, **dense) == 1
+
+
+def test_one_sequence_is_cut_for_all_multiprocessors() -> None:
+    """Where it has not so many keys that a second launch makes no difference."""
+    dense = {"page": 0, "lengths": False}
+    sizes = {2048: 0, 4096: 16, 8192: 16, 16384: 16, 32768: 0}
+    for keys, pieces in sizes.items():
+        cache = {"k": meta(1, keys, 8, 128), "v": meta(1, keys, 8, 128)}
+        assert in_pieces(1, made=dense, **cache) == pieces, keys
+    assert in_pieces(1) == 16  # in pages
+    assert in_pieces([1]) == in_pieces([8]) == 0  # packed
 
 
 def test_pieces_fill_the_chip_and_no_more() -> None:

@@ -73,7 +73,7 @@ def _span(problem, piece, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
 @gluon.jit
 def _consume(
     results, sinks_ptr, q_tiles, q_full, q_empty, keys, values, mail, sizes, terms, lengths, tiling,
-    COLUMNS: gl.constexpr, JOINED: gl.constexpr,
+    COLUMNS: gl.constexpr,
 ):  # fmt: skip
     BLOCK_N: gl.constexpr = tiling.BLOCK_N
     dtype: gl.constexpr = q_tiles[0].dtype
@@ -138,7 +138,7 @@ def _consume(
         else:
             last = store_part(out, factor, lse, results, piece, sizes)
             if last:
-                join_parts(results, piece, sizes, sinks_ptr, COLUMNS, JOINED)
+                join_parts(results, piece, sizes, sinks_ptr, COLUMNS)
         count += 1
         done += steps
         piece = receive_piece(mail, count, sizes)
@@ -220,7 +220,6 @@ def flashdig_hopper_decode(
     RIGHT: gl.constexpr,
     SOFTCAP: gl.constexpr,
     SLOTS: gl.constexpr,
-    JOINED: gl.constexpr,
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
@@ -265,7 +264,7 @@ def flashdig_hopper_decode(
     gl.warp_specialize([
         (_consume, (results, sinks_ptr, q_tiles, q_full, q_empty, keys, values, mail, sizes, terms,
                     (seqlens_ptr, cu_k_ptr, cu_new_ptr, leftpad_ptr, seqlen_new, cu_q_ptr,
-                     used_q_ptr), tiling, COLUMNS, JOINED)),
+                     used_q_ptr), tiling, COLUMNS)),
         (produce_keys, (q_descs, k_descs, q_tiles, q_full, q_empty, keys, mail, sizes, terms,
                         (seqlens_ptr, cu_k_ptr, cu_new_ptr, leftpad_ptr, seqlen_new, cu_q_ptr,
                          used_q_ptr), (table_ptr, stride_table, cache_rows, rows_between),

@@ -29,8 +29,6 @@ MOST_SEQUENCES = 512
 PIECES = 2
 # rows of a tile of packed queries, at least
 LEAST_ROWS = 16
-# rows of a tile that are joined at once
-_JOINED = 4
 # multiprocessors that together read as fast as the memory is
 _ENOUGH = 110
 # what a piece's start takes, and what joining pieces does, in the time of a tile of 128 keys
@@ -38,6 +36,9 @@ _START, _JOIN, _JOIN_PIECE = 1.0, 2.3, 0.25
 # in a dense cache all of whose keys count, many short sequences are the portable kernel's, which
 # needs no plan either and starts a tile sooner: so many rounds of them, of fewer keys
 _DENSE_ROUNDS, _DENSE_KEYS = 4, 4096
+# room for keys with which a sequence that is alone is this kernel's: in between one launch instead
+# of two makes a difference
+_ONE_KEYS = 4096, 16384
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,8 @@ TILES = {
     96: (WalkTile(128, 2), WalkTile(64, 4)),
     128: (WalkTile(128, 2), WalkTile(64, 4)),
 }
+# of a sequence that is alone, whose pieces are a few tiles each
+ONE_TILE = WalkTile(64, 2)
 
 
 @functools.cache
@@ -94,8 +97,11 @@ def pieces_of(call: CacheCall, out_dtype: torch.dtype) -> int:
     """Pieces of each sequence's keys, or 0: the call is none for this kernel."""
     units = call.batch * call.num_heads_kv
     processors = multiprocessors(call.q.device)
-    if call.batch == 1 or not serves(call, out_dtype):
+    if not serves(call, out_dtype):
         return 0
+    if call.batch == 1:
+        few = call.packed or not _ONE_KEYS[0] <= call.capacity <= _ONE_KEYS[1]
+        return 0 if few else processors // units
     if call.cache_seqlens is None and call.page_size == 0 and not call.packed:
         many = units >= _DENSE_ROUNDS * processors
         if many and call.capacity < _DENSE_KEYS:
@@ -181,7 +187,8 @@ class PiecedAttention:
         most_tokens: int = 0,
         tile: WalkTile | None = None,
     ) -> None:
-        tile = tile or TILES[padded(call.q.shape[-1])][int(pieces > 1)]
+        alone = call.batch == 1 and pieces > 1
+        tile = tile or (ONE_TILE if alone else TILES[padded(call.q.shape[-1])][int(pieces > 1)])
         most = _most_pieces(call, pieces)
         self.part_rows = _part_rows(call, pieces)
         counted = most if call.packed else call.batch
@@ -220,7 +227,6 @@ class PiecedAttention:
                 "MOST_TOKENS": most_tokens,
                 "PAGE_SIZE": call.page_size,
                 "SLOTS": 128 if call.batch <= 128 else MOST_SEQUENCES,
-                "JOINED": _JOINED,
                 "BLOCK_N": tile.block_n,
                 "STAGES": tile.stages,
                 "PRODUCER_REGISTERS": tile.producer_registers,

@@ -148,34 +148,39 @@ def store_part(out, factor, lse, results, piece, sizes):
 
 
 @gluon.jit
-def join_parts(results, piece, sizes, sinks_ptr, COLUMNS: gl.constexpr, ROWS: gl.constexpr):
-    """The result of a tile whose pieces are all done, ROWS rows at a time; leaves the count of its
-    pieces as the next launch needs it."""
-    # a thread has all parts and rows of its columns: no sum leaves it
-    layout: gl.constexpr = gl.BlockedLayout([_AT_ONCE, ROWS, 1], [1, 1, 32], [1, 1, 4], [2, 1, 0])
+def join_parts(results, piece, sizes, sinks_ptr, COLUMNS: gl.constexpr):
+    """The result of a tile whose pieces are all done, a row to each warp at a time; leaves the
+    count of its pieces as the next launch needs it.
+
+    Nothing hides its instructions, which come from memory when they run for the first time, so they
+    are few: a thread has one row, and a load brings all its columns.
+    """
+    WARPS: gl.constexpr = 4
+    layout: gl.constexpr = gl.BlockedLayout(
+        [_AT_ONCE, 1, COLUMNS // 32], [1, 1, 32], [1, WARPS, 1], [2, 1, 0]
+    )
     by_row: gl.constexpr = gl.SliceLayout(2, layout)
     each: gl.constexpr = gl.SliceLayout(0, by_row)
-    parts: gl.constexpr = gl.SliceLayout(1, by_row)
-    columns = gl.arange(0, COLUMNS, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
     wide: gl.constexpr = gl.SliceLayout(0, layout)
-    in_columns = gl.arange(0, COLUMNS, gl.SliceLayout(0, wide))
+    column = gl.arange(0, COLUMNS, gl.SliceLayout(0, wide))
+    in_parts = gl.convert_layout(column, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
+    first_part = gl.arange(0, _AT_ONCE, gl.SliceLayout(1, by_row))
     between = sizes.num_heads.to(gl.int64) * results.rows
     rows = _rows_in_use(results, piece, sizes)
-    for start in range(0, rows, ROWS):
-        row = start + gl.arange(0, ROWS, each)
+    for start in range(0, rows, WARPS):
+        row = start + gl.arange(0, WARPS, each)
         known = row < rows
         first = _part_rows(results, piece.first_piece, piece, sizes, row)
-        largest = gl.full([ROWS], float("-inf"), gl.float32, each)
-        total = gl.full([ROWS], 0.0, gl.float32, each)
-        out = gl.zeros([ROWS, COLUMNS], gl.float32, wide)
+        largest = gl.full([WARPS], float("-inf"), gl.float32, each)
+        total = gl.full([WARPS], 0.0, gl.float32, each)
+        out = gl.zeros([WARPS, COLUMNS], gl.float32, wide)
         for part in range(0, piece.own, _AT_ONCE):
-            number = part + gl.arange(0, _AT_ONCE, parts)
+            number = part + first_part
             places = first[None, :] + (number * between)[:, None]
             there = known[None, :] & (number < piece.own)[:, None]
             lses = gl.load(results.part_lse_ptr + places, mask=there, other=float("-inf"))
-            pointers = (places * results.HEAD_DIM_V)[:, :, None] + columns[None, None, :]
-            inside = there[:, :, None] & (columns < results.HEAD_DIM_V)[None, None, :]
-            read = gl.load(results.part_ptr + pointers, mask=inside, other=0.0)
+            pointers = results.part_ptr + (places * results.HEAD_DIM_V)[:, :, None]
+            read = _read_columns(pointers, there[:, :, None], in_parts, results.HEAD_DIM_V)
             new_largest = gl.maximum(largest, gl.max(lses, 0))
             shift = gl.where(new_largest == float("-inf"), 0.0, new_largest)
             weights = gl.exp2((lses - shift[None, :]) * LOG2_E)
@@ -195,10 +200,20 @@ def join_parts(results, piece, sizes, sinks_ptr, COLUMNS: gl.constexpr, ROWS: gl
         out = out * gl.convert_layout(factor, gl.SliceLayout(1, wide))[:, None]
         rows_at = gl.convert_layout(places * results.HEAD_DIM_V, gl.SliceLayout(1, wide))
         inside = gl.convert_layout(known, gl.SliceLayout(1, wide))[:, None]
-        inside = inside & (in_columns < results.HEAD_DIM_V)[None, :]
-        pointers = results.out_ptr + rows_at[:, None] + in_columns[None, :]
+        inside = inside & (column < results.HEAD_DIM_V)[None, :]
+        pointers = results.out_ptr + rows_at[:, None] + column[None, :]
         gl.store(pointers, out.to(results.out_ptr.dtype.element_ty), mask=inside)
     gl.store(_arrivals(results, piece, sizes), 0)
+
+
+@gluon.jit
+def _read_columns(pointers, there, columns, HEAD_DIM_V: gl.constexpr):
+    """0 where nothing is; pointers and there: (parts, rows, 1)."""
+    COLUMNS: gl.constexpr = columns.shape[0]
+    if HEAD_DIM_V < COLUMNS:
+        there = there & (columns < HEAD_DIM_V)[None, None, :]
+    pointers, there = gl.broadcast(pointers + columns[None, None, :], there)
+    return gl.load(pointers, mask=there, other=0.0)
 
 
 @gluon.jit

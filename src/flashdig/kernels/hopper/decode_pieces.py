@@ -12,7 +12,6 @@ from flashdig.kernels.hopper.schedule import (
     SENT_AHEAD,
     clear_counter,
     new_mail,
-    next_program,
     read_mail,
     write_mail,
 )
@@ -95,9 +94,9 @@ def _put(ring, step, descs, source, numbers, start_n, PAGED: gl.constexpr):
 
 @gluon.jit
 def _claim(counter_ptr, LATE: gl.constexpr):
-    number = next_program(counter_ptr)
-    if LATE:
-        number -= gl.num_programs(0)
+    number = gl.atomic_add(counter_ptr, 1, sem="relaxed")  # nothing is handed on with it
+    if not LATE:
+        number += gl.num_programs(0)
     return number
 
 
@@ -130,17 +129,12 @@ def produce_keys(
     count = 0  # pieces so far
     done = 0  # tiles of keys so far
     while unit < units:
-        following = unit
         piece, padding = piece_of(plan, unit, sizes, terms, lengths, tiling)
         source = _source(piece, padding, sizes, cache)
         start_n = (piece.end - 1) * BLOCK_N
         numbers = _numbers(source, k_descs, start_n, BLOCK_N, PAGED)
         steps = piece.end - piece.first
         for step in range(steps):
-            # claimed late: a block that took its next piece while it walks a long one would keep it
-            # from those that have nothing left
-            if step == steps - 1:
-                following = _claim(counter_ptr, LATE)
             # those of the next step are on their way while this one waits for room
             ahead = _numbers(source, k_descs, start_n - BLOCK_N, BLOCK_N, PAGED)
             _put(keys, done + step, k_descs, source, numbers, start_n, PAGED)
@@ -150,14 +144,11 @@ def produce_keys(
                 put_queries(q_descs, q_tiles, q_full, q_empty, place, sizes, count, 1)
             numbers = ahead
             start_n -= BLOCK_N
-        if sizes.PACKED:
-            if steps == 0:
-                following = _claim(counter_ptr, LATE)
-            count += gl.where(steps > 0, 1, 0)
-        else:
-            count += 1
+        count += gl.where(steps > 0, 1, 0) if sizes.PACKED else 1
         done += steps
-        unit = following
+        # claimed late: a block that took its next piece while it walks a long one would keep it
+        # from those that have nothing left; and no key waits for the answer
+        unit = _claim(counter_ptr, LATE)
     zero = count * 0
     end = Piece(zero + NO_PIECE, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero)
     _send(mail, count, end, sizes)
