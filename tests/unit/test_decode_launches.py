@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flashdig.kernels.hopper import cache_launch, decode_launch
+from flashdig.kernels.hopper import cache_launch, decode_launch, decode_tiles
 from flashdig.kernels.triton.decode_launch import CachePlan, prepared, schedule_of
 
 I32 = torch.int32
@@ -188,28 +188,52 @@ def test_what_decoding_on_hopper_does_not_serve() -> None:
 
 
 def test_one_sequence_is_cut_for_all_multiprocessors() -> None:
-    """Where it has not so many keys that a second launch makes no difference."""
+    """Where joining does not take longer than a second launch."""
     dense = {"page": 0, "lengths": False}
-    sizes = {2048: 0, 4096: 16, 8192: 16, 16384: 16, 32768: 0}
-    for keys, pieces in sizes.items():
+    for keys, pieces in {512: 8, 8192: 16, 2**19: 16}.items():
         cache = {"k": meta(1, keys, 8, 128), "v": meta(1, keys, 8, 128)}
         assert in_pieces(1, made=dense, **cache) == pieces, keys
     assert in_pieces(1) == 16  # in pages
-    assert in_pieces([1]) == in_pieces([8]) == 0  # packed
+    assert in_pieces([1]) == 16  # packed
+    assert in_pieces(1, q=meta(1, 2, 32, 128)) == 16
+    assert in_pieces(1, q=meta(1, 4, 32, 128)) == in_pieces([8]) == 0  # many rows to join
 
 
 def test_pieces_fill_the_chip_and_no_more() -> None:
-    """As measured on an H200: 132 multiprocessors, 8 KV heads."""
+    """As measured on an H200: 132 multiprocessors, 8 KV heads of 4 query heads."""
     for sequences, keys, pieces in (
-        (2, 1024, 4), (4, 8192, 4), (8, 1024, 1), (8, 8192, 2), (16, 8192, 1), (17, 8192, 3),
-        (24, 8192, 2), (32, 4096, 1), (64, 8192, 1), (128, 2048, 1),
+        (1, 8192, 16), (2, 512, 8), (2, 2048, 8), (2, 32768, 8), (3, 8192, 5), (4, 8192, 4),
+        (5, 8192, 3), (6, 1024, 2), (6, 8192, 5), (8, 1024, 2), (8, 8192, 2), (10, 1024, 1),
+        (10, 8192, 3), (13, 2048, 1), (16, 8192, 1), (17, 8192, 3), (20, 1024, 1), (24, 8192, 2),
+        (32, 4096, 1), (64, 8192, 1), (128, 2048, 1),
     ):  # fmt: skip
-        assert decode_launch.choose_pieces(8 * sequences, keys, 132) == pieces, (sequences, keys)
-    for units in range(1, 600, 7):
+        found = decode_tiles.choose_pieces(sequences, 8, 4, keys, 132, False)
+        assert found == pieces, (sequences, keys)
+    for batch in range(2, 600, 7):
         for keys in (1, 100, 129, 5000, 2**20):
-            pieces = decode_launch.choose_pieces(units, keys, 132)
-            assert 1 <= pieces <= max(1, -(-keys // 256))
-            assert pieces == 1 or units * (pieces - 1) < 4 * 132
+            for rows in (1, 64):
+                pieces = decode_tiles.choose_pieces(batch, 1, rows, keys, 132, False)
+                assert 1 <= pieces <= -(-keys // 64)
+                assert pieces == 1 or batch * (pieces - 1) < 4 * 132
+
+
+def test_tiles_of_few_bytes_are_for_blocks_with_one_piece() -> None:
+    def tile(pieces=1, one_round=True, paged=False, all_count=False):
+        found = decode_tiles.choose_tile(
+            128, pieces=pieces, one_round=one_round, paged=paged, all_count=all_count
+        )
+        return found.block_n, found.stages
+
+    assert tile() == tile(16) == tile(one_round=False, all_count=True) == (64, 2)
+    assert tile(paged=True) == tile(16, paged=True) == (64, 3)
+    assert tile(one_round=False) == tile(one_round=False, paged=True) == (128, 2)
+    assert tile(3, one_round=False) == (64, 4)
+
+
+def test_no_more_keys_are_copied_at_once_than_a_tile_has() -> None:
+    assert decode_tiles.WalkTile(32, 3).copied == 32
+    assert decode_tiles.WalkTile(128, 2).copied == 64
+    assert decode_tiles.WalkTile(128, 2, most_copied=128).copied == 128
 
 
 def served(**changes):

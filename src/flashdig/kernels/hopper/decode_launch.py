@@ -3,9 +3,7 @@ launch."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -15,6 +13,7 @@ from flashdig.kernels.hopper.chip import multiprocessors
 from flashdig.kernels.hopper.counters import counter_for
 from flashdig.kernels.hopper.decode import flashdig_hopper_decode
 from flashdig.kernels.hopper.decode_parts import ARRIVALS
+from flashdig.kernels.hopper.decode_tiles import TILES, WalkTile, choose_pieces, choose_tile
 from flashdig.kernels.hopper.descriptors import cache_tiles_of, padded, rows_between, tiles_of
 from flashdig.kernels.hopper.forward_launch import ROWS, score_numbers
 from flashdig.kernels.launch import Launch
@@ -29,84 +28,37 @@ MOST_SEQUENCES = 512
 PIECES = 2
 # rows of a tile of packed queries, at least
 LEAST_ROWS = 16
-# multiprocessors that together read as fast as the memory is
-_ENOUGH = 110
-# what a piece's start takes, and what joining pieces does, in the time of a tile of 128 keys
-_START, _JOIN, _JOIN_PIECE = 1.0, 2.3, 0.25
-# in a dense cache all of whose keys count, many short sequences are the portable kernel's, which
-# needs no plan either and starts a tile sooner: so many rounds of them, of fewer keys
-_DENSE_ROUNDS, _DENSE_KEYS = 4, 4096
-# room for keys with which a sequence that is alone is this kernel's: in between one launch instead
-# of two makes a difference
-_ONE_KEYS = 4096, 16384
-
-
-@dataclass(frozen=True)
-class WalkTile:
-    """How a block walks keys. More than 128 KB of them on their way are slower again.
-
-    Attributes:
-        block_n, stages: keys of a tile, and buffers for K and for V.
-        copied: keys that are copied at once, at most.
-        producer_registers: of a thread of a producer's warp.
-    """
-
-    block_n: int
-    stages: int
-    copied: int = 64
-    producer_registers: int = 104
-
-
-# by padded head_dim, where a sequence's keys are in one piece, and where they are cut; measured on
-# an H200: `benchmarks/tiles/hopper-decode-h200.json`
-TILES = {
-    64: (WalkTile(128, 3), WalkTile(128, 3)),
-    96: (WalkTile(128, 2), WalkTile(64, 4)),
-    128: (WalkTile(128, 2), WalkTile(64, 4)),
-}
-# of a sequence that is alone, whose pieces are a few tiles each
-ONE_TILE = WalkTile(64, 2)
-
-
-@functools.cache
-def choose_pieces(units: int, keys: int, multiprocessors: int) -> int:
-    """Pieces of each sequence's keys where lengths are about even.
-
-    The time is modelled by the memory's bandwidth, and by how many blocks are left to use it in the
-    last round.
-
-    Args:
-        units: pairs of a sequence and a KV head.
-        keys: that a sequence has room for.
-    """
-    tiles = -(-keys // 128)
-
-    def cost(pieces: int) -> float:
-        count = units * pieces
-        rounds = -(-count // multiprocessors)
-        left = count - (rounds - 1) * multiprocessors
-        time = units * tiles / multiprocessors + rounds * _START
-        time += max(0, _ENOUGH - left) / multiprocessors * tiles / pieces
-        return time + (_JOIN + _JOIN_PIECE * pieces if pieces > 1 else 0.0)
-
-    most = max(1, min(tiles // 2, 4 * multiprocessors // units))
-    return min(range(1, most + 1), key=lambda pieces: (cost(pieces), pieces))
 
 
 def pieces_of(call: CacheCall, out_dtype: torch.dtype) -> int:
     """Pieces of each sequence's keys, or 0: the call is none for this kernel."""
-    units = call.batch * call.num_heads_kv
-    processors = multiprocessors(call.q.device)
     if not serves(call, out_dtype):
         return 0
-    if call.batch == 1:
-        few = call.packed or not _ONE_KEYS[0] <= call.capacity <= _ONE_KEYS[1]
-        return 0 if few else processors // units
-    if call.cache_seqlens is None and call.page_size == 0 and not call.packed:
-        many = units >= _DENSE_ROUNDS * processors
-        if many and call.capacity < _DENSE_KEYS:
-            return 0
-    return choose_pieces(units, call.capacity, processors)
+    # packed, sequences differ: as many as they have on average
+    tokens = triton.cdiv(call.seqlen_q, call.batch) if call.packed else call.seqlen_q
+    return choose_pieces(
+        call.batch,
+        call.num_heads_kv,
+        min(ROWS, tokens * call.group_size),
+        call.capacity,
+        multiprocessors(call.q.device),
+        _all_count(call),
+    )
+
+
+def _all_count(call: CacheCall) -> bool:
+    """All keys of a dense cache do, for sequences of as many queries each."""
+    return call.cache_seqlens is None and call.page_size == 0 and not call.packed
+
+
+def _tile_of(call: CacheCall, pieces: int) -> WalkTile:
+    return choose_tile(
+        padded(call.q.shape[-1]),
+        pieces=pieces,
+        one_round=call.batch * call.num_heads_kv * pieces <= multiprocessors(call.q.device),
+        paged=call.page_size > 0,
+        all_count=_all_count(call),
+    )
 
 
 def serves(call: CacheCall, out_dtype: torch.dtype) -> bool:
@@ -124,7 +76,7 @@ def serves(call: CacheCall, out_dtype: torch.dtype) -> bool:
     return (
         call.alibi_slopes is None
         and is_served(call, out_dtype)
-        and all(_copied(call, tile) >= LEAST_PIECE for tile in tiles)
+        and all(_copied(call, tile) >= LEAST_PIECE for tile in tiles.all())
         # the plan counts tiles in 32 bits
         and 8 * units * triton.cdiv(call.capacity, 64) < 2**31
         and 4 * _part_rows(call, 2) * call.v.shape[-1] <= PART_BYTES
@@ -187,8 +139,7 @@ class PiecedAttention:
         most_tokens: int = 0,
         tile: WalkTile | None = None,
     ) -> None:
-        alone = call.batch == 1 and pieces > 1
-        tile = tile or (ONE_TILE if alone else TILES[padded(call.q.shape[-1])][int(pieces > 1)])
+        tile = tile or _tile_of(call, pieces)
         most = _most_pieces(call, pieces)
         self.part_rows = _part_rows(call, pieces)
         counted = most if call.packed else call.batch
