@@ -195,8 +195,9 @@ def test_one_sequence_is_cut_for_all_multiprocessors() -> None:
         assert in_pieces(1, made=dense, **cache) == pieces, keys
     assert in_pieces(1) == 16  # in pages
     assert in_pieces([1]) == 16  # packed
-    assert in_pieces(1, q=meta(1, 2, 32, 128)) == 16
-    assert in_pieces(1, q=meta(1, 4, 32, 128)) == in_pieces([8]) == 0  # many rows to join
+    assert in_pieces(1, q=meta(1, 2, 32, 128)) == in_pieces([8]) == 0  # many rows to join
+    assert in_pieces(2, q=meta(2, 16, 32, 128), made=dense) == 0
+    assert in_pieces(2, q=meta(2, 16, 32, 128)) > 0  # a plan comes first on the portable way
 
 
 def test_pieces_fill_the_chip_and_no_more() -> None:

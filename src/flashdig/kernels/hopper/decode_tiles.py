@@ -10,16 +10,16 @@ from dataclasses import dataclass
 _ENOUGH = 124
 # what a round of pieces takes to start; what joining pieces does, and what it does for each 4 rows
 # of 8 of them: in the time of a tile of 128 keys
-_START, _JOIN, _JOIN_ROUND = 2.5, 2.0, 0.2
+_START, _JOIN, _JOIN_ROUND = 2.5, 2.0, 0.33
 _ROWS_AT_ONCE, _PIECES_AT_ONCE = 4, 8
 # keys of a piece, at least
 _LEAST_KEYS = 64
 # in a dense cache all of whose keys count, many short sequences are the portable kernel's, which
 # needs no plan either and starts a tile sooner: so many rounds of them, of fewer keys
 _DENSE_ROUNDS, _DENSE_KEYS = 4, 4096
-# rows of the pieces of a sequence that is alone: the portable kernels join more of them faster, in
-# a launch of its own that has blocks for all
-_ALONE_ROWS = 128
+# rows of a sequence's pieces, from which on the portable kernels join them faster, in a launch of its
+# own that has blocks for all; where they do not have to make a plan as well
+_MANY_ROWS = 128
 
 
 @dataclass(frozen=True)
@@ -120,4 +120,6 @@ def choose_pieces(
 
     most = max(1, min(-(-keys // _LEAST_KEYS), 4 * multiprocessors // units))
     pieces = min(range(1, most + 1), key=lambda pieces: (cost(pieces), pieces))
-    return 0 if batch == 1 and rows * pieces > _ALONE_ROWS else pieces
+    if (all_count or batch == 1) and pieces > 1 and rows * pieces >= _MANY_ROWS:
+        return 0
+    return pieces
