@@ -17,9 +17,9 @@ _LEAST_KEYS = 64
 # in a dense cache all of whose keys count, many short sequences are the portable kernel's, which
 # needs no plan either and starts a tile sooner: so many rounds of them, of fewer keys
 _DENSE_ROUNDS, _DENSE_KEYS = 4, 4096
-# rows of a sequence's pieces, from which on the portable kernels join them faster, in a launch of its
-# own that has blocks for all; where they do not have to make a plan as well
-_MANY_ROWS = 128
+# rows of a sequence's pieces, from which on the portable kernels join them faster, in a launch that
+# has blocks for all: of a sequence that is alone, and of several where no plan comes first either
+_MANY_ROWS, _MANY_ROWS_OF_SEVERAL = 128, 256
 
 
 @dataclass(frozen=True)
@@ -120,6 +120,7 @@ def choose_pieces(
 
     most = max(1, min(-(-keys // _LEAST_KEYS), 4 * multiprocessors // units))
     pieces = min(range(1, most + 1), key=lambda pieces: (cost(pieces), pieces))
-    if (all_count or batch == 1) and pieces > 1 and rows * pieces >= _MANY_ROWS:
+    many = _MANY_ROWS if batch == 1 else _MANY_ROWS_OF_SEVERAL
+    if (all_count or batch == 1) and pieces > 1 and rows * pieces >= many:
         return 0
     return pieces
