@@ -137,9 +137,8 @@ class PiecedAttention:
         pieces: int,
         order: str,
         most_tokens: int = 0,
-        tile: WalkTile | None = None,
     ) -> None:
-        tile = tile or _tile_of(call, pieces)
+        tile = _tile_of(call, pieces)
         most = _most_pieces(call, pieces)
         self.part_rows = _part_rows(call, pieces)
         counted = most if call.packed else call.batch
