@@ -76,7 +76,7 @@ def serves(call: CacheCall, out_dtype: torch.dtype) -> bool:
     return (
         call.alibi_slopes is None
         and is_served(call, out_dtype)
-        and all(_copied(call, tile) >= LEAST_PIECE for tile in tiles.all())
+        and all(_copied(call, tile) >= LEAST_PIECE for tile in tiles)
         # the plan counts tiles in 32 bits
         and 8 * units * triton.cdiv(call.capacity, 64) < 2**31
         and 4 * _part_rows(call, 2) * call.v.shape[-1] <= PART_BYTES
@@ -131,13 +131,7 @@ class PiecedAttention:
 
     __slots__ = ("_blocks", "_numbers", "launch", "part_rows")
 
-    def __init__(
-        self,
-        call: CacheCall,
-        pieces: int,
-        order: str,
-        most_tokens: int = 0,
-    ) -> None:
+    def __init__(self, call: CacheCall, pieces: int, order: str, most_tokens: int = 0) -> None:
         tile = _tile_of(call, pieces)
         most = _most_pieces(call, pieces)
         self.part_rows = _part_rows(call, pieces)

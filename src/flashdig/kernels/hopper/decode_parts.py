@@ -9,7 +9,9 @@ from flashdig.kernels.hopper.columns import scaled
 from flashdig.kernels.hopper.problem import LN_2, LOG2_E
 from flashdig.kernels.triton.sequences import _first_row, sequence_span
 
-_AT_ONCE = gl.constexpr(8)  # parts that are read at once
+# of a tile that are joined at once: rows, one to each warp, and parts of them
+JOINED_ROWS = gl.constexpr(4)
+JOINED_PARTS = gl.constexpr(8)
 # of a block's counter: for units, for blocks that are done, nothing, nothing; then for each KV head
 # of each sequence, or of packed queries of each tile by the number of its first piece, the pieces
 # that are done
@@ -155,26 +157,25 @@ def join_parts(results, piece, sizes, sinks_ptr, COLUMNS: gl.constexpr):
     Nothing hides its instructions, which come from memory when they run for the first time, so they
     are few: a thread has one row, and a load brings all its columns.
     """
-    WARPS: gl.constexpr = 4
     layout: gl.constexpr = gl.BlockedLayout(
-        [_AT_ONCE, 1, COLUMNS // 32], [1, 1, 32], [1, WARPS, 1], [2, 1, 0]
+        [JOINED_PARTS, 1, COLUMNS // 32], [1, 1, 32], [1, JOINED_ROWS, 1], [2, 1, 0]
     )
     by_row: gl.constexpr = gl.SliceLayout(2, layout)
     each: gl.constexpr = gl.SliceLayout(0, by_row)
     wide: gl.constexpr = gl.SliceLayout(0, layout)
     column = gl.arange(0, COLUMNS, gl.SliceLayout(0, wide))
     in_parts = gl.convert_layout(column, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
-    first_part = gl.arange(0, _AT_ONCE, gl.SliceLayout(1, by_row))
+    first_part = gl.arange(0, JOINED_PARTS, gl.SliceLayout(1, by_row))
     between = sizes.num_heads.to(gl.int64) * results.rows
     rows = _rows_in_use(results, piece, sizes)
-    for start in range(0, rows, WARPS):
-        row = start + gl.arange(0, WARPS, each)
+    for start in range(0, rows, JOINED_ROWS):
+        row = start + gl.arange(0, JOINED_ROWS, each)
         known = row < rows
         first = _part_rows(results, piece.first_piece, piece, sizes, row)
-        largest = gl.full([WARPS], float("-inf"), gl.float32, each)
-        total = gl.full([WARPS], 0.0, gl.float32, each)
-        out = gl.zeros([WARPS, COLUMNS], gl.float32, wide)
-        for part in range(0, piece.own, _AT_ONCE):
+        largest = gl.full([JOINED_ROWS], float("-inf"), gl.float32, each)
+        total = gl.full([JOINED_ROWS], 0.0, gl.float32, each)
+        out = gl.zeros([JOINED_ROWS, COLUMNS], gl.float32, wide)
+        for part in range(0, piece.own, JOINED_PARTS):
             number = part + first_part
             places = first[None, :] + (number * between)[:, None]
             there = known[None, :] & (number < piece.own)[:, None]

@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import NamedTuple
+
+from flashdig.kernels.hopper.decode_parts import JOINED_PARTS, JOINED_ROWS
 
 # multiprocessors that together read as fast as the memory is
 _ENOUGH = 124
-# what a round of pieces takes to start; what joining pieces does, and what it does for each 4 rows
-# of 8 of them: in the time of a tile of 128 keys
+# what a round of pieces takes to start; what joining pieces does, and what it does each time it
+# reads parts: in the time of a tile of 128 keys
 _START, _JOIN, _JOIN_ROUND = 2.5, 2.0, 0.33
-_ROWS_AT_ONCE, _PIECES_AT_ONCE = 4, 8
 # keys of a piece, at least
 _LEAST_KEYS = 64
 # in a dense cache all of whose keys count, many short sequences are the portable kernel's, which
@@ -43,8 +45,7 @@ class WalkTile:
         return min(self.most_copied, self.block_n)
 
 
-@dataclass(frozen=True)
-class WalkTiles:
+class WalkTiles(NamedTuple):
     """Of one head_dim. The fewer bytes are on their way, the sooner a block's last keys come, which
     counts where blocks have a piece each; pages, and blocks that are left alone with a long
     sequence, need more of them.
@@ -59,9 +60,6 @@ class WalkTiles:
     paged: WalkTile
     whole: WalkTile
     cut: WalkTile
-
-    def all(self) -> tuple[WalkTile, ...]:
-        return self.dense, self.paged, self.whole, self.cut
 
 
 # by padded head_dim
@@ -115,11 +113,11 @@ def choose_pieces(
         left = count - (rounds - 1) * multiprocessors
         time = units * tiles / multiprocessors + rounds * _START
         time += max(0, _ENOUGH - left) / multiprocessors * tiles / pieces
-        joined = -(-rows // _ROWS_AT_ONCE) * -(-pieces // _PIECES_AT_ONCE)
+        joined = -(-rows // JOINED_ROWS.value) * -(-pieces // JOINED_PARTS.value)
         return time + (_JOIN + _JOIN_ROUND * joined if pieces > 1 else 0.0)
 
     most = max(1, min(-(-keys // _LEAST_KEYS), 4 * multiprocessors // units))
-    pieces = min(range(1, most + 1), key=lambda pieces: (cost(pieces), pieces))
+    pieces = min(range(1, most + 1), key=cost)
     many = _MANY_ROWS if batch == 1 else _MANY_ROWS_OF_SEVERAL
     if (all_count or batch == 1) and pieces > 1 and rows * pieces >= many:
         return 0
